@@ -1,0 +1,14 @@
+//! The vocabulary every other room shares: element types, lengths, masks, the (o, lse) merge, typed errors.
+//!
+//! No I/O, no threads, no clock, no device. Nothing here knows a model, a page or a kernel.
+
+pub mod dtype;
+pub mod error;
+pub mod lse;
+pub mod mask;
+pub mod shape;
+
+pub use dtype::{Buf, BufMut, DType};
+pub use error::BadArgument;
+pub use mask::Mask;
+pub use shape::{HeadShape, SeqLen};

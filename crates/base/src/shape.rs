@@ -1,0 +1,96 @@
+//! Lengths and head counts of one attention call.
+//!
+//! ```text
+//!   |<------------- seqlen_k ------------->|
+//!   |<---- cached_len ---->|<-extend_len ->|      seqlen_q = extend_len
+//! ```
+//! extend: any; prefill: cached_len = 0; decode: extend_len = 1; chunk: a part of a prompt in one step.
+
+use crate::error::BadArgument;
+
+/// One sequence of a batch, in tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct SeqLen {
+    /// Query tokens of this call (`extend_len`).
+    pub seqlen_q: usize,
+    /// Key tokens visible to the last query (`cached_len + extend_len` when serving).
+    pub seqlen_k: usize,
+}
+
+impl SeqLen {
+    /// A sequence with `seqlen_q` queries over `seqlen_k` keys. Either may be zero or the larger.
+    pub const fn new(seqlen_q: usize, seqlen_k: usize) -> Self {
+        SeqLen { seqlen_q, seqlen_k }
+    }
+
+    /// A serving step: `extend_len` new tokens after `cached_len` cached ones.
+    pub const fn extend(cached_len: usize, extend_len: usize) -> Self {
+        SeqLen { seqlen_q: extend_len, seqlen_k: cached_len + extend_len }
+    }
+}
+
+/// Head counts and widths of one attention call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct HeadShape {
+    /// Query heads.
+    pub num_q_heads: usize,
+    /// Key/value heads; divides `num_q_heads`.
+    pub num_kv_heads: usize,
+    /// Width of a query and a key, unpadded.
+    pub head_dim_qk: usize,
+    /// Width of a value and an output, unpadded.
+    pub head_dim_v: usize,
+}
+
+impl HeadShape {
+    /// Same width for keys and values.
+    pub const fn new(num_q_heads: usize, num_kv_heads: usize, head_dim: usize) -> Self {
+        HeadShape { num_q_heads, num_kv_heads, head_dim_qk: head_dim, head_dim_v: head_dim }
+    }
+
+    /// Query heads per key/value head (1 = MHA, `num_q_heads` = MQA).
+    pub const fn group_size(&self) -> usize {
+        self.num_q_heads / self.num_kv_heads
+    }
+
+    /// 1/sqrt(head_dim_qk) of the true, unpadded width.
+    pub fn default_scale(&self) -> f32 {
+        (1.0 / (self.head_dim_qk as f64).sqrt()) as f32
+    }
+
+    /// Refuses zero sizes and groups that do not divide.
+    pub fn check(&self, op: &'static str) -> Result<(), BadArgument> {
+        for (field, n) in [
+            ("num_q_heads", self.num_q_heads),
+            ("num_kv_heads", self.num_kv_heads),
+            ("head_dim_qk", self.head_dim_qk),
+            ("head_dim_v", self.head_dim_v),
+        ] {
+            if n == 0 {
+                return Err(BadArgument::new(op, field, n, "at least 1"));
+            }
+        }
+        if !self.num_q_heads.is_multiple_of(self.num_kv_heads) {
+            let supported = format!("a divisor of num_q_heads = {}", self.num_q_heads);
+            return Err(BadArgument::new(op, "num_kv_heads", self.num_kv_heads, supported));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_that_do_not_divide_are_refused() {
+        assert!(HeadShape::new(9, 3, 64).check("t").is_ok());
+        assert_eq!(HeadShape::new(9, 2, 64).check("t").unwrap_err().field, "num_kv_heads");
+        assert_eq!(HeadShape::new(0, 1, 64).check("t").unwrap_err().field, "num_q_heads");
+    }
+
+    #[test]
+    fn scale_uses_the_true_head_dim() {
+        assert!((HeadShape::new(1, 1, 80).default_scale() - 0.111_803_4).abs() < 1e-7);
+    }
+}

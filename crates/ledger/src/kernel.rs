@@ -1,0 +1,105 @@
+//! Ledger 1: what one attention call should compute and move, plain and tiled.
+//!
+//! Plain attention materialises scores and probabilities ([num_q_heads, seqlen_q, seqlen_k] each) in device memory;
+//! tiled attention (FlashAttention, arXiv 2205.14135, section 3.2) reads K and V once per query tile and writes only o and lse.
+
+use suanpan_base::{DType, HeadShape, Mask, SeqLen};
+
+use crate::entry::{AttnBooks, Entry};
+
+/// Forward FLOPs of `pairs` visible pairs (already summed over query heads): QKᵀ and P·V, two each per element.
+pub const fn forward_flops(pairs: u64, heads: HeadShape) -> u64 {
+    2 * pairs * (heads.head_dim_qk + heads.head_dim_v) as u64
+}
+
+/// Key and value bytes of `tokens` tokens of one layer.
+pub const fn kv_write_bytes(heads: HeadShape, tokens: usize, kv_dtype: DType) -> u64 {
+    (tokens * heads.num_kv_heads * (heads.head_dim_qk + heads.head_dim_v) * kv_dtype.bytes()) as u64
+}
+
+/// Books of one sequence in one call of a kernel that walks queries in tiles of `tile_q` tokens.
+///
+/// Each tile loads the keys and values that at least one of its rows can see, once per kv head (the query heads of a
+/// group share the load). `kv_write_bytes` is 0: appending to the cache is not the kernel's.
+pub fn attention_books(heads: HeadShape, mask: Mask, len: SeqLen, kv_dtype: DType, tile_q: usize) -> AttnBooks {
+    assert!(tile_q >= 1, "a query tile holds at least one token");
+    let pairs = mask.visible_pairs(len) * heads.num_q_heads as u64;
+    let mut keys_loaded = 0u64;
+    let mut row = 0;
+    while row < len.seqlen_q {
+        let end = (row + tile_q).min(len.seqlen_q);
+        keys_loaded += mask.visible_hull(len, row..end).len() as u64;
+        row = end;
+    }
+    let per_key = kv_write_bytes(heads, 1, kv_dtype);
+    AttnBooks { pairs, flops: forward_flops(pairs, heads), kv_read_bytes: keys_loaded * per_key, kv_write_bytes: 0 }
+}
+
+/// Entry of one sequence under tiled attention: K and V per tile, q once, o once, lse in f32.
+pub fn tiled(heads: HeadShape, mask: Mask, len: SeqLen, dtype: DType, tile_q: usize) -> Entry {
+    let books = attention_books(heads, mask, len, dtype, tile_q);
+    let q_rows = (len.seqlen_q * heads.num_q_heads) as u64;
+    Entry {
+        flops: books.flops,
+        device_read_bytes: books.kv_read_bytes + q_rows * (heads.head_dim_qk * dtype.bytes()) as u64,
+        device_write_bytes: q_rows * (heads.head_dim_v * dtype.bytes() + 4) as u64,
+        link_bytes: 0,
+    }
+}
+
+/// What plain attention puts into device memory for one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Plain {
+    /// Elements of the score matrix, all heads.
+    pub scores: u64,
+    /// Bytes of one copy of it in the call's element type.
+    pub score_copy_bytes: u64,
+    /// The whole call: scores written, read and rewritten as probabilities, read again for P·V.
+    pub entry: Entry,
+}
+
+/// Plain attention: every score is computed and stored, masked ones included.
+pub fn plain(heads: HeadShape, len: SeqLen, dtype: DType) -> Plain {
+    let scores = heads.num_q_heads as u64 * len.seqlen_q as u64 * len.seqlen_k as u64;
+    let copy = scores * dtype.bytes() as u64;
+    let q_rows = (len.seqlen_q * heads.num_q_heads) as u64;
+    let kv = kv_write_bytes(heads, len.seqlen_k, dtype);
+    let q_bytes = q_rows * (heads.head_dim_qk * dtype.bytes()) as u64;
+    let o_bytes = q_rows * (heads.head_dim_v * dtype.bytes()) as u64;
+    let entry = Entry {
+        flops: forward_flops(scores, heads),
+        device_read_bytes: q_bytes + kv + 2 * copy,
+        device_write_bytes: 2 * copy + o_bytes,
+        link_bytes: 0,
+    };
+    Plain { scores, score_copy_bytes: copy, entry }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_16k_is_half_a_gib_a_copy() {
+        let p = plain(HeadShape::new(1, 1, 128), SeqLen::new(16384, 16384), DType::Bf16);
+        assert_eq!((p.scores, p.score_copy_bytes), (268_435_456, 512 << 20));
+    }
+
+    #[test]
+    fn tiles_load_only_what_a_row_of_theirs_can_see() {
+        let heads = HeadShape::new(4, 2, 8);
+        let len = SeqLen::new(4, 4);
+        let causal = attention_books(heads, Mask::CAUSAL, len, DType::F32, 2);
+        assert_eq!(causal.pairs, 10 * 4);
+        assert_eq!(causal.flops, 4 * 10 * 4 * 8);
+        assert_eq!(causal.kv_read_bytes, (2 + 4) * 2 * 16 * 4);
+        let window = attention_books(heads, Mask::window(1), len, DType::F32, 1);
+        assert_eq!(window.kv_read_bytes, 4 * 2 * 16 * 4);
+    }
+
+    #[test]
+    fn decode_reads_each_key_once_for_the_whole_group() {
+        let books = attention_books(HeadShape::new(32, 8, 128), Mask::CAUSAL, SeqLen::extend(99, 1), DType::Bf16, 64);
+        assert_eq!(books.kv_read_bytes, 100 * 8 * 256 * 2);
+    }
+}

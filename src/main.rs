@@ -1,0 +1,2 @@
+//! suanpan
+fn main() {}
