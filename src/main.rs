@@ -1,2 +1,56 @@
-//! suanpan
-fn main() {}
+//! The `suanpan` command line: a façade over the crates. Every command takes `--json` with documented keys (docs/cli.md).
+
+mod ask;
+mod cmd_bench;
+mod cmd_demo;
+mod cmd_doctor;
+mod cmd_generate;
+mod cmd_ledger;
+mod cmd_serve;
+mod engine_flags;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Exact attention for long context, with books that balance.
+#[derive(Parser)]
+#[command(name = "suanpan", version, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Hide facts in a long text, ask for each, check every answer and the books. Needs no model file.
+    Demo(cmd_demo::DemoArgs),
+    /// Text from a model, once.
+    Generate(cmd_generate::GenerateArgs),
+    /// Serve a model over OpenAI's HTTP API.
+    Serve(cmd_serve::ServeArgs),
+    /// What attention or a KV cache should compute, move and hold.
+    Ledger(cmd_ledger::LedgerArgs),
+    /// Measure kernels or a whole model, with the answer checked first.
+    Bench(cmd_bench::BenchArgs),
+    /// Each feature of this binary on this machine: active or not, and why.
+    Doctor(cmd_doctor::DoctorArgs),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Demo(args) => cmd_demo::run(&args),
+        Command::Generate(args) => cmd_generate::run(&args),
+        Command::Serve(args) => cmd_serve::run(args),
+        Command::Ledger(args) => cmd_ledger::run(&args),
+        Command::Bench(args) => cmd_bench::run(&args),
+        Command::Doctor(args) => cmd_doctor::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("suanpan: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

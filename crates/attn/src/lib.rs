@@ -1,1 +1,21 @@
-//! attn
+//! Exact attention: a problem becomes a plan (pure, printable), a plan runs over a workspace; an f64 oracle checks it.
+//!
+//! ```text
+//! Problem + Machine + Limits -> Plan::new -> schedule(lengths) -> run(plan, args, workspace, books)
+//! ```
+//! Deliberately no positions, no projections and no cache policy: K and V arrive written, contiguous or paged.
+
+pub mod bench;
+mod check;
+pub mod cpu;
+pub mod plan;
+pub mod problem;
+pub mod reference;
+pub mod run;
+pub mod workspace;
+
+pub use cpu::detect::{Isa, Machine};
+pub use plan::{Kernel, Limits, Plan};
+pub use problem::{KvLayout, Problem};
+pub use run::{Args, Strides, run};
+pub use workspace::Workspace;

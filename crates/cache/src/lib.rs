@@ -1,1 +1,18 @@
-//! cache
+//! The paged KV cache: page ownership, page tables, storage and the prefix cache.
+//!
+//! Knows no request, no scheduler and no model: who holds a page, what lies in it, and that the books balance.
+
+#![forbid(unsafe_code)]
+
+pub mod books;
+pub mod memory;
+pub mod page_table;
+pub mod pool;
+pub mod radix;
+pub mod storage;
+
+pub use books::CacheBooks;
+pub use page_table::{OutOfPages, PageTable};
+pub use pool::{Imbalance, PageHandle, PagePool};
+pub use radix::PrefixCache;
+pub use storage::{KvStorage, LayerShape};

@@ -2,7 +2,13 @@
 //!
 //! Reads no clock and no device. What a run did move is counted by the rooms that move it; `reconcile` compares the two.
 
+pub mod cache;
 pub mod entry;
 pub mod kernel;
+pub mod machine;
+pub mod reconcile;
+pub mod report;
+pub mod shapes;
 
 pub use entry::{AttnBooks, Entry};
+pub use reconcile::reconcile;

@@ -1,1 +1,28 @@
-//! model
+//! Model files and what runs them: config, weights (GGUF, safetensors), tokenizer, chat template, transformer forward.
+//!
+//! Knows no request, no scheduler and no HTTP. Everything read from a file is checked before it is used or allocated for.
+
+pub(crate) mod assemble;
+pub mod config;
+pub mod config_json;
+pub mod error;
+pub mod facts;
+pub mod folder;
+pub mod forward;
+pub mod gguf;
+pub mod hub;
+pub mod load;
+pub mod recall;
+pub mod rope;
+pub mod safetensors;
+pub mod source;
+pub mod template;
+pub mod tokenizer;
+pub mod weights;
+
+pub use config::{LayerConfig, ModelConfig, RopeConfig, RopeScaling};
+pub use error::ModelError;
+pub use load::{LoadOptions, LoadProgress, LoadStage, Model, load};
+pub use template::ChatTemplate;
+pub use tokenizer::Tokenizer;
+pub use weights::{Ffn, LayerWeights, Tensor, Weights};

@@ -1,0 +1,382 @@
+//! Attention alone, timed: each row checks its answer on sampled rows before the clock starts; FLOPs and bytes come from `ledger`.
+
+use std::fmt;
+use std::hint::black_box;
+use std::time::Instant;
+
+use half::bf16;
+use rayon::prelude::*;
+use suanpan_base::{BadArgument, Buf, BufMut, DType, HeadShape, Mask, SeqLen};
+use suanpan_ledger::AttnBooks;
+
+use crate::{
+    Args, KvLayout, Limits, Machine, Plan, Problem, Strides, Workspace, reference, run as run_attention,
+};
+
+/// What to time.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Threads of the pool and of the plans.
+    pub threads: usize,
+    /// Timed runs a row; the median counts.
+    pub repeats: usize,
+    /// Prefill lengths.
+    pub lengths: Vec<usize>,
+    /// Head widths of the prefill rows.
+    pub head_dims: Vec<usize>,
+    /// Keys of the decode row.
+    pub decode_keys: usize,
+    /// Bytes of the streaming read beside it.
+    pub stream_bytes: usize,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            repeats: 5,
+            lengths: vec![1024, 4096, 8192],
+            head_dims: vec![64, 128],
+            decode_keys: 32768,
+            stream_bytes: 1 << 30,
+        }
+    }
+}
+
+/// One timed row, with its conditions.
+#[derive(Clone, Debug)]
+pub struct Row {
+    /// `prefill`, `decode` or `stream read`.
+    pub phase: &'static str,
+    /// Instruction set.
+    pub isa: &'static str,
+    /// Threads.
+    pub threads: usize,
+    /// Heads and widths.
+    pub heads: HeadShape,
+    /// Element type of q, K, V and out.
+    pub dtype: DType,
+    /// Causal or not.
+    pub causal: bool,
+    /// Lengths of the one sequence.
+    pub len: SeqLen,
+    /// Tokens a page; `None` = contiguous.
+    pub page_size: Option<usize>,
+    /// Median seconds.
+    pub seconds: f64,
+    /// What the ledger expects.
+    pub predicted: AttnBooks,
+    /// Largest error against the oracle on the sampled rows.
+    pub error: f64,
+}
+
+impl Row {
+    /// FLOPs a second / 1e9.
+    pub fn gflops(&self) -> f64 {
+        self.predicted.flops as f64 / self.seconds / 1e9
+    }
+
+    /// K and V bytes a second / 1e9.
+    pub fn gbytes(&self) -> f64 {
+        self.predicted.kv_read_bytes as f64 / self.seconds / 1e9
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let layout = self.page_size.map_or("contiguous".to_string(), |p| format!("pages of {p}"));
+        write!(
+            f,
+            "{:<11} {} x{} {:>4} heads {}/{} d {:<3} q {:<5} k {:<6} {:<6} {:<11} {:>9.3} ms {:>7.1} GFLOP/s {:>6.2} GB/s error {:.1e}",
+            self.phase,
+            self.isa,
+            self.threads,
+            self.dtype.name(),
+            self.heads.num_q_heads,
+            self.heads.num_kv_heads,
+            self.heads.head_dim_qk,
+            self.len.seqlen_q,
+            self.len.seqlen_k,
+            if self.causal { "causal" } else { "full" },
+            layout,
+            self.seconds * 1e3,
+            self.gflops(),
+            self.gbytes(),
+            self.error
+        )
+    }
+}
+
+/// Times every row of `config`. Fails when an answer is wrong (`error` field) or the machine lacks a thread pool.
+pub fn run(config: &Config) -> Result<Vec<Row>, BadArgument> {
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(config.threads)
+        .build()
+        .map_err(|e| BadArgument::new("attention bench", "threads", e, "a thread pool of this size"))?;
+    let machine = Machine::detect(config.threads);
+    pool.install(|| {
+        let mut rows = Vec::new();
+        for dtype in DType::ALL {
+            for &d in &config.head_dims {
+                for causal in [false, true] {
+                    for &s in &config.lengths {
+                        let heads = HeadShape::new(8, 8, d);
+                        rows.push(time(
+                            "prefill",
+                            config,
+                            &machine,
+                            heads,
+                            dtype,
+                            causal,
+                            SeqLen::new(s, s),
+                            None,
+                        )?);
+                    }
+                }
+            }
+        }
+        let (heads, len) = (HeadShape::new(32, 8, 128), SeqLen::extend(config.decode_keys - 1, 1));
+        for page_size in [None, Some(16), Some(64)] {
+            rows.push(time("decode", config, &machine, heads, DType::Bf16, true, len, page_size)?);
+        }
+        rows.push(stream(config, &machine));
+        Ok(rows)
+    })
+}
+
+/// Numbers with a spread like normalised activations.
+fn numbers(n: usize, seed: u64) -> Vec<bf16> {
+    let mut x = seed | 1;
+    let mut uniform = move || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        (x >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    (0..n).map(|_| bf16::from_f32((uniform() + uniform() + uniform()) * 2.0)).collect()
+}
+
+/// A flat buffer of either type.
+enum Flat {
+    F32(Vec<f32>),
+    Bf16(Vec<bf16>),
+}
+
+impl Flat {
+    fn new(x: Vec<bf16>, dtype: DType) -> Flat {
+        match dtype {
+            DType::F32 => Flat::F32(x.iter().map(|x| x.to_f32()).collect()),
+            DType::Bf16 => Flat::Bf16(x),
+        }
+    }
+
+    fn buf(&self) -> Buf<'_> {
+        match self {
+            Flat::F32(x) => Buf::F32(x),
+            Flat::Bf16(x) => Buf::Bf16(x),
+        }
+    }
+
+    fn buf_mut(&mut self) -> BufMut<'_> {
+        match self {
+            Flat::F32(x) => BufMut::F32(x),
+            Flat::Bf16(x) => BufMut::Bf16(x),
+        }
+    }
+}
+
+/// One problem with its buffers: `[heads, tokens, d]` as PyTorch lays it out, or pages in shuffled order.
+struct Subject {
+    plan: Plan,
+    len: SeqLen,
+    q: Flat,
+    k: Flat,
+    v: Flat,
+    out: Flat,
+    strides: Strides,
+    table: Vec<u32>,
+}
+
+impl Subject {
+    fn new(problem: &Problem, machine: &Machine, len: SeqLen) -> Result<Subject, BadArgument> {
+        let limits = Limits { max_seqs: 1, max_total_q: len.seqlen_q, max_seqlen_k: len.seqlen_k };
+        let mut plan = Plan::new(problem, machine, limits)?;
+        plan.schedule(&[len])?;
+        let h = problem.heads;
+        let d = h.head_dim_qk;
+        let (tokens, strides, table) = match problem.kv {
+            KvLayout::Contiguous => {
+                (len.seqlen_k, Strides { token: d, head: len.seqlen_k * d, page: 0 }, Vec::new())
+            }
+            KvLayout::Paged { page_size } => {
+                let pages = len.seqlen_k.div_ceil(page_size);
+                let step = (pages / 3) | 1;
+                let mut table: Vec<u32> = (0..pages as u32).collect();
+                // A fixed shuffle: neighbours in the sequence are not neighbours in memory.
+                (0..pages).for_each(|i| table.swap(i, i * step % pages));
+                let strides = Strides { token: d, head: page_size * d, page: h.num_kv_heads * page_size * d };
+                (pages * page_size, strides, table)
+            }
+        };
+        let kv = tokens * h.num_kv_heads * d;
+        let n = len.seqlen_q * h.num_q_heads * d;
+        Ok(Subject {
+            plan,
+            len,
+            q: Flat::new(numbers(n, 1), problem.q_dtype),
+            k: Flat::new(numbers(kv, 2), problem.kv_dtype),
+            v: Flat::new(numbers(kv, 3), problem.kv_dtype),
+            out: Flat::new(vec![bf16::NAN; n], problem.q_dtype),
+            strides,
+            table,
+        })
+    }
+
+    /// (token, head) strides of q and out.
+    fn q_strides(&self) -> (usize, usize) {
+        let d = self.plan.problem.heads.head_dim_qk;
+        (d, self.len.seqlen_q * d)
+    }
+
+    fn call(&mut self, ws: &mut Workspace, books: &mut AttnBooks) -> Result<(), BadArgument> {
+        let q_strides = self.q_strides();
+        let args = Args {
+            q: self.q.buf(),
+            q_strides,
+            k: self.k.buf(),
+            k_strides: self.strides,
+            v: self.v.buf(),
+            v_strides: self.strides,
+            page_table: &self.table,
+            page_table_stride: self.table.len(),
+            out: self.out.buf_mut(),
+            out_strides: q_strides,
+            lse: None,
+        };
+        run_attention(&self.plan, args, ws, std::slice::from_mut(books))
+    }
+
+    /// Largest error over a few rows of a few heads.
+    fn error(&self) -> f64 {
+        let p = &self.plan.problem;
+        let (h, d) = (p.heads, p.heads.head_dim_qk);
+        let one = HeadShape::new(1, 1, d);
+        let mut worst = 0.0f64;
+        for head in [0, h.num_q_heads - 1] {
+            let rows = |buf: Buf<'_>| -> Vec<f64> {
+                let at = |j: usize| match p.kv {
+                    KvLayout::Contiguous => j * self.strides.token,
+                    KvLayout::Paged { page_size } => {
+                        self.table[j / page_size] as usize * self.strides.page
+                            + j % page_size * self.strides.token
+                    }
+                };
+                let base = head / h.group_size() * self.strides.head;
+                (0..self.len.seqlen_k * d).map(|x| f64::from(buf.get(base + at(x / d) + x % d))).collect()
+            };
+            let (k, v) = (rows(self.k.buf()), rows(self.v.buf()));
+            for i in [0, self.len.seqlen_q / 2, self.len.seqlen_q - 1] {
+                let at = i * self.q_strides().0 + head * self.q_strides().1;
+                let mut q = vec![0.0; self.len.seqlen_q * d];
+                (0..d).for_each(|x| q[i * d + x] = f64::from(self.q.buf().get(at + x)));
+                let mut o = vec![0.0; d];
+                let scale = f64::from(p.scale());
+                reference::attention_row_f64(one, p.mask, scale, self.len, i, 0, &q, &k, &v, &mut o);
+                for x in 0..d {
+                    let error = (f64::from(self.out.buf().get(at + x)) - o[x]).abs();
+                    // A NaN must not pass for a small error.
+                    worst = if error.is_nan() { f64::INFINITY } else { worst.max(error) };
+                }
+            }
+        }
+        worst
+    }
+}
+
+fn median(mut seconds: Vec<f64>) -> f64 {
+    seconds.sort_by(f64::total_cmp);
+    seconds[seconds.len() / 2]
+}
+
+#[rustfmt::skip]
+fn time(
+    phase: &'static str, config: &Config, machine: &Machine, heads: HeadShape, dtype: DType,
+    causal: bool, len: SeqLen, page_size: Option<usize>,
+) -> Result<Row, BadArgument> {
+    let problem = Problem {
+        heads,
+        mask: if causal { Mask::CAUSAL } else { Mask::FULL },
+        softmax_scale: None,
+        q_dtype: dtype,
+        kv_dtype: dtype,
+        kv: page_size.map_or(KvLayout::Contiguous, |page_size| KvLayout::Paged { page_size }),
+    };
+    let mut subject = Subject::new(&problem, machine, len)?;
+    let mut ws = Workspace::for_plans(&[&subject.plan]);
+    let mut books = AttnBooks::default();
+    subject.call(&mut ws, &mut books)?;
+    let (error, most) = (subject.error(), if dtype == DType::F32 { 1e-5 } else { 2e-2 });
+    if error > most {
+        return Err(BadArgument::new("attention bench", "error", format!("{error:e}"), format!("at most {most:e}")));
+    }
+    let mut seconds = Vec::new();
+    for _ in 0..config.repeats.max(1) {
+        let start = Instant::now();
+        subject.call(&mut ws, &mut books)?;
+        seconds.push(start.elapsed().as_secs_f64());
+    }
+    let predicted = subject.plan.predicted(len);
+    let (isa, threads) = (machine.isa().name(), machine.threads());
+    Ok(Row { phase, isa, threads, heads, dtype, causal, len, page_size, seconds: median(seconds), predicted, error })
+}
+
+/// A plain read of one large buffer by all threads: the bandwidth that decode is held against.
+fn stream(config: &Config, machine: &Machine) -> Row {
+    let words = config.stream_bytes / 8;
+    let data: Vec<u64> = (0..words as u64).collect();
+    let part = words.div_ceil(config.threads).max(1);
+    let mut seconds = Vec::new();
+    for _ in 0..config.repeats.max(1) {
+        let start = Instant::now();
+        let sum: u64 = data
+            .par_chunks(part)
+            .map(|x| x.iter().fold(0u64, |a, &b| a.wrapping_add(b)))
+            .reduce(|| 0, u64::wrapping_add);
+        black_box(sum);
+        seconds.push(start.elapsed().as_secs_f64());
+    }
+    Row {
+        phase: "stream read",
+        isa: machine.isa().name(),
+        threads: config.threads,
+        heads: HeadShape::new(1, 1, 1),
+        dtype: DType::F32,
+        causal: false,
+        len: SeqLen::new(0, 0),
+        page_size: None,
+        seconds: median(seconds),
+        predicted: AttnBooks { kv_read_bytes: (words * 8) as u64, ..AttnBooks::default() },
+        error: 0.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_bench_checks_and_prints_every_row() {
+        let config = Config {
+            threads: 2,
+            repeats: 1,
+            lengths: vec![100],
+            head_dims: vec![64],
+            decode_keys: 700,
+            stream_bytes: 1 << 20,
+        };
+        let rows = run(&config).unwrap();
+        assert_eq!(rows.len(), 2 * 2 + 3 + 1);
+        assert!(rows.iter().all(|r| r.seconds > 0.0 && r.gbytes() > 0.0));
+        assert!(rows[0].to_string().contains("GFLOP/s"), "{}", rows[0]);
+    }
+}

@@ -1,0 +1,187 @@
+//! Everything a run refuses, before any byte of K, V, q or out is touched; after it, every address a kernel forms is in range.
+
+use suanpan_base::error::checked_product;
+use suanpan_base::{BadArgument, DType};
+use suanpan_ledger::AttnBooks;
+
+use crate::plan::{Plan, Seq};
+use crate::problem::KvLayout;
+use crate::run::{Args, Strides};
+use crate::workspace::{Sizes, Workspace};
+
+const OP: &str = "attention run";
+
+fn refuse(
+    field: impl Into<String>,
+    asked: impl std::fmt::Display,
+    supported: impl std::fmt::Display,
+) -> BadArgument {
+    BadArgument::new(OP, field, asked, supported)
+}
+
+/// Checks a call whole: element types, strides, lengths, the page ids that will be read, the workspace.
+pub(crate) fn check(
+    plan: &Plan,
+    args: &Args<'_>,
+    ws: &Workspace,
+    books: &[AttnBooks],
+) -> Result<(), BadArgument> {
+    let p = &plan.problem;
+    for (field, got, want) in [
+        ("q dtype", args.q.dtype(), p.q_dtype),
+        ("out dtype", args.out.dtype(), p.q_dtype),
+        ("k dtype", args.k.dtype(), p.kv_dtype),
+        ("v dtype", args.v.dtype(), p.kv_dtype),
+    ] {
+        check_dtype(field, got, want)?;
+    }
+    if books.len() != plan.seqs.len() {
+        return Err(refuse("books", books.len(), format!("one a sequence: {}", plan.seqs.len())));
+    }
+    if let Some((field, need, have)) = ws.sizes.lacks(&Sizes::of(plan)) {
+        return Err(refuse(
+            format!("workspace ({field})"),
+            have,
+            format!("at least {need}: made for this plan"),
+        ));
+    }
+    let (h, n) = (p.heads, plan.total_q);
+    check_rows("q", args.q.len(), args.q_strides, n, h.num_q_heads, h.head_dim_qk)?;
+    check_rows("out", args.out.len(), args.out_strides, n, h.num_q_heads, h.head_dim_v)?;
+    check_disjoint(args.out_strides, n, h.num_q_heads, h.head_dim_v)?;
+    if let Some(lse) = &args.lse {
+        let want = checked_product(OP, "lse", &[n, h.num_q_heads])?;
+        if lse.len() != want {
+            return Err(refuse("lse length", lse.len(), format!("num_q_heads x total_q = {want}")));
+        }
+    }
+    match p.kv {
+        KvLayout::Contiguous => check_contiguous(plan, args),
+        KvLayout::Paged { page_size } => check_paged(plan, args, page_size),
+    }
+}
+
+fn check_dtype(field: &str, got: DType, want: DType) -> Result<(), BadArgument> {
+    if got == want { Ok(()) } else { Err(refuse(field, got, format!("{want}, as planned"))) }
+}
+
+/// One past the last element of a strided block; `None` past `usize`.
+fn extent(dims: &[(usize, usize)], width: usize) -> Option<usize> {
+    let mut last = 0usize;
+    for &(count, stride) in dims {
+        last = last.checked_add((count - 1).checked_mul(stride)?)?;
+    }
+    last.checked_add(width)
+}
+
+fn check_extent(field: &str, len: usize, dims: &[(usize, usize)], width: usize) -> Result<(), BadArgument> {
+    if dims.iter().any(|&(count, _)| count == 0) {
+        return Ok(());
+    }
+    match extent(dims, width) {
+        Some(need) if need <= len => Ok(()),
+        Some(need) => {
+            Err(refuse(format!("{field} length"), len, format!("at least {need} elements for these strides")))
+        }
+        None => Err(refuse(format!("{field} strides"), format!("{dims:?}"), "offsets below 2^64")),
+    }
+}
+
+fn check_rows(
+    field: &str,
+    len: usize,
+    (token, head): (usize, usize),
+    tokens: usize,
+    heads: usize,
+    width: usize,
+) -> Result<(), BadArgument> {
+    check_extent(field, len, &[(tokens, token), (heads, head)], width)
+}
+
+/// Two rows of the output must not share an element: tasks write them from different threads.
+fn check_disjoint(
+    (token, head): (usize, usize),
+    tokens: usize,
+    heads: usize,
+    width: usize,
+) -> Result<(), BadArgument> {
+    if tokens == 0 {
+        return Ok(());
+    }
+    let nested = |inner: usize, n_inner: usize, outer: usize, n_outer: usize| {
+        let inner_ok = n_inner == 1 || inner >= width;
+        let span = (n_inner - 1).checked_mul(inner).and_then(|x| x.checked_add(width));
+        inner_ok && (n_outer == 1 || span.is_some_and(|s| outer >= s))
+    };
+    if nested(head, heads, token, tokens) || nested(token, tokens, head, heads) {
+        return Ok(());
+    }
+    let asked = format!("(token {token}, head {head})");
+    Err(refuse("out strides", asked, format!("rows of {width} elements that do not overlap")))
+}
+
+fn check_contiguous(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgument> {
+    let (h, n) = (plan.problem.heads, plan.total_k);
+    let kv = h.num_kv_heads;
+    check_extent("k", args.k.len(), &[(n, args.k_strides.token), (kv, args.k_strides.head)], h.head_dim_qk)?;
+    check_extent("v", args.v.len(), &[(n, args.v_strides.token), (kv, args.v_strides.head)], h.head_dim_v)
+}
+
+fn check_paged(plan: &Plan, args: &Args<'_>, page_size: usize) -> Result<(), BadArgument> {
+    let h = plan.problem.heads;
+    let pages = |field: &str, len: usize, s: Strides, width: usize| -> Result<usize, BadArgument> {
+        let page = [(page_size, s.token), (h.num_kv_heads, s.head)];
+        let one = extent(&page, width)
+            .ok_or_else(|| refuse(format!("{field} strides"), format!("{s:?}"), "offsets below 2^64"))?;
+        // Whole pages that the buffer holds under these strides.
+        Ok(if len < one {
+            0
+        } else {
+            (len - one).checked_div(s.page).map_or(usize::MAX, |n| n.saturating_add(1))
+        })
+    };
+    let k_pages = pages("k", args.k.len(), args.k_strides, h.head_dim_qk)?;
+    let v_pages = pages("v", args.v.len(), args.v_strides, h.head_dim_v)?;
+    for (i, seq) in plan.seqs.iter().enumerate() {
+        check_table_row(plan, args, page_size, i, seq, k_pages.min(v_pages))?;
+    }
+    Ok(())
+}
+
+fn check_table_row(
+    plan: &Plan,
+    args: &Args<'_>,
+    page_size: usize,
+    i: usize,
+    seq: &Seq,
+    num_pages: usize,
+) -> Result<(), BadArgument> {
+    let needed = seq.len.seqlen_k.div_ceil(page_size);
+    if needed == 0 || seq.len.seqlen_q == 0 {
+        return Ok(());
+    }
+    if needed > args.page_table_stride {
+        let capacity = args.page_table_stride.saturating_mul(page_size);
+        let supported = format!("at most {capacity} tokens: {} pages of {page_size}", args.page_table_stride);
+        return Err(refuse(format!("seqs[{i}].seqlen_k"), seq.len.seqlen_k, supported));
+    }
+    let end = i.checked_mul(args.page_table_stride).and_then(|x| x.checked_add(needed));
+    let Some(end) = end.filter(|&e| e <= args.page_table.len()) else {
+        let supported = format!("{needed} ids in row {i} of stride {}", args.page_table_stride);
+        return Err(refuse("page_table length", args.page_table.len(), supported));
+    };
+    // Only pages with a visible key are ever read; what stands elsewhere in the table is nobody's business.
+    let hull = plan.problem.mask.visible_hull(seq.len, 0..seq.len.seqlen_q);
+    if hull.is_empty() {
+        return Ok(());
+    }
+    let row = &args.page_table[end - needed..end];
+    for (at, &id) in row.iter().enumerate().take((hull.end - 1) / page_size + 1).skip(hull.start / page_size)
+    {
+        if id as usize >= num_pages {
+            let supported = format!("page ids below {num_pages}, the pages that k and v hold");
+            return Err(refuse(format!("page_table[{i}][{at}]"), id, supported));
+        }
+    }
+    Ok(())
+}

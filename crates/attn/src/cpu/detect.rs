@@ -1,0 +1,96 @@
+//! Which instruction set the kernels use: asked of the processor once, or forced by a test. No environment variable is read.
+
+use std::fmt;
+
+use suanpan_base::BadArgument;
+
+/// An instruction set that has an instance of the kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Isa {
+    /// Plain Rust, any processor.
+    Portable,
+    /// x86-64 with AVX2 and FMA.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW and VL.
+    Avx512,
+    /// AArch64 Advanced SIMD.
+    Neon,
+}
+
+impl Isa {
+    /// Every instruction set, best last for each architecture.
+    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Neon];
+
+    /// Short name, as records print it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Isa::Portable => "portable",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+            Isa::Neon => "neon",
+        }
+    }
+
+    /// True when this processor can run it.
+    pub fn is_available(self) -> bool {
+        match self {
+            Isa::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512vl")
+                    && Isa::Avx2.is_available()
+            }
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            #[allow(unreachable_patterns)]
+            _ => false,
+        }
+    }
+}
+
+/// The processor as a plan sees it: instruction set and threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Machine {
+    isa: Isa,
+    threads: usize,
+}
+
+impl Machine {
+    /// The best available instruction set, with up to `threads` tasks at once (at least 1).
+    pub fn detect(threads: usize) -> Machine {
+        let isa = Isa::ALL.into_iter().rev().find(|i| i.is_available()).unwrap_or(Isa::Portable);
+        Machine { isa, threads: threads.clamp(1, MAX_THREADS) }
+    }
+
+    /// A given instruction set; refused where this processor lacks it.
+    pub fn forced(isa: Isa, threads: usize) -> Result<Machine, BadArgument> {
+        if !isa.is_available() {
+            let have: Vec<_> = Isa::ALL.into_iter().filter(|i| i.is_available()).map(Isa::name).collect();
+            return Err(BadArgument::new("machine", "isa", isa.name(), have.join(", ")));
+        }
+        Ok(Machine { isa, threads: threads.clamp(1, MAX_THREADS) })
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Tasks at once.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+}
+
+/// More threads than this are not used by one call.
+const MAX_THREADS: usize = 1024;
+
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cpu {}, {} threads", self.isa.name(), self.threads)
+    }
+}

@@ -1,0 +1,58 @@
+//! Attention on the CPU: one algorithm over a vector trait, an instance per instruction set, chosen once at run time.
+//!
+//! Deliberately no tuning by processor name: only instruction sets and shapes decide.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+pub mod detect;
+mod direct;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod pack;
+mod packed;
+mod portable;
+mod softmax;
+pub(crate) mod task;
+mod vector;
+
+use half::bf16;
+
+use crate::plan::Kernel;
+use detect::Isa;
+use task::{Counts, Src, Task};
+use vector::Vector;
+
+/// Runs a task on the instance of its plan's machine.
+///
+/// # Safety
+/// As `Call::run_task`; the machine was detected or checked on this processor.
+pub(crate) unsafe fn run_task(t: &Task<'_>) -> Counts {
+    // SAFETY: forwarded; `Machine` only holds an instruction set that is available.
+    unsafe {
+        match t.call.plan.machine.isa() {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => avx512::run(t),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => avx2::run(t),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => neon::run(t),
+            _ => portable::run(t),
+        }
+    }
+}
+
+/// The algorithm: the kernel that the plan chose, on vectors `V`, in register tiles `N` vectors wide.
+#[inline(always)]
+unsafe fn run_with<V: Vector, const N: usize>(t: &Task<'_>) -> Counts {
+    let len = t.call.plan.seqs[t.unit.seq as usize].len;
+    // SAFETY: forwarded.
+    unsafe {
+        match (t.call.plan.kernel_for(len), t.call.k, t.call.v) {
+            (Kernel::Direct, Src::F32(k), Src::F32(v)) => direct::run::<V, f32, N>(t, k, v),
+            (Kernel::Direct, Src::Bf16(k), Src::Bf16(v)) => direct::run::<V, bf16, N>(t, k, v),
+            _ => packed::run::<V, N>(t),
+        }
+    }
+}

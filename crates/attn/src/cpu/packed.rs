@@ -1,0 +1,342 @@
+//! The kernel for many rows: a tile of query rows against packed blocks of keys and values.
+//!
+//! ```text
+//! rows of the tile, 6 at a time          one block of 128 keys
+//!   q [tile][d][6]   x   K panels [d][N vectors]   ->  s [row][128]   (K panel stays in the first-level cache)
+//!   softmax of each row over its visible columns
+//!   s [row][128]     x   V panels [128][N vectors] ->  o [row][head_dim_v], scaled by alpha on the way
+//! ```
+//! Blocks stand on absolute multiples of 128 keys and lanes on absolute columns, so that a row's sums do not depend on its tile.
+
+use super::pack::{pack_k, pack_v};
+use super::softmax::{Columns, softmax_row};
+use super::task::{Counts, Scratch, Src, Task};
+use super::vector::{Elem, Vector};
+use crate::plan::KEY_BLOCK;
+use crate::workspace::TILE_ROWS;
+
+/// A tile's rows over one block: visible hull and the rows' common part, in block columns.
+#[derive(Clone, Copy)]
+struct Span {
+    from: usize,
+    to: usize,
+    all_visible: bool,
+}
+
+/// Runs a task.
+///
+/// # Safety
+/// As `Call::run_task`, inside an instance of `V`.
+#[inline(always)]
+pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> Counts {
+    // SAFETY: forwarded; every pointer below stays inside its part of the slot.
+    unsafe {
+        let mut w = t.scratch();
+        start::<V>(t, &mut w);
+        let mut counts = Counts::default();
+        let (first, end) = (t.unit.key_start, t.unit.key_end);
+        let mut base = first / KEY_BLOCK * KEY_BLOCK;
+        while base < end {
+            let cols = (first.max(base) - base, end.min(base + KEY_BLOCK) - base);
+            let finite = load_block::<V, N>(t, &mut w, base, cols);
+            counts.keys += (cols.1 - cols.0) as u64;
+            scores::<V, N>(t, &w, base);
+            counts.pairs += outputs::<V, N>(t, &w, base, finite);
+            base += KEY_BLOCK;
+        }
+        finish::<V>(t, &w);
+        counts
+    }
+}
+
+/// Packs the queries (zeros in padding rows), clears the state and looks up what each row sees.
+#[inline(always)]
+unsafe fn start<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>) {
+    let (rows, padded) = (t.rows(), t.rows().next_multiple_of(TILE_ROWS));
+    let d = t.call.heads.head_dim_qk;
+    // SAFETY: the slot's parts hold `padded` rows.
+    unsafe {
+        for row in 0..padded {
+            let dst = w.q.add(row / TILE_ROWS * TILE_ROWS * d + row % TILE_ROWS);
+            if row < rows {
+                t.load_query(row, dst, TILE_ROWS);
+                w.visible[row] = t.visible(row);
+            } else {
+                (0..d).for_each(|i| *dst.add(i * TILE_ROWS) = 0.0);
+                // An empty range where the last real row ends keeps starts and ends in order.
+                let end = w.visible[rows - 1].end;
+                w.visible[row] = end..end;
+            }
+            *w.max.add(row) = f32::NEG_INFINITY;
+        }
+        std::ptr::write_bytes(w.sum, 0, padded * V::LANES);
+        std::ptr::write_bytes(w.o, 0, padded * w.o_stride);
+        // One row of zero bytes serves both element types.
+        std::ptr::write_bytes(w.zeros, 0, d);
+    }
+}
+
+/// Packs the keys `base + cols` and their values. Returns true when every value is finite.
+#[inline(always)]
+unsafe fn load_block<V: Vector, const N: usize>(
+    t: &Task<'_>,
+    w: &mut Scratch<'_>,
+    base: usize,
+    cols: (usize, usize),
+) -> bool {
+    let keys = base + cols.0..base + cols.1;
+    t.fill_offsets(keys, &mut w.k_off[cols.0..], &mut w.v_off[cols.0..]);
+    // SAFETY: checked offsets; the slot's parts hold a block.
+    unsafe {
+        match t.call.k {
+            Src::F32(k) => pack_k_block::<V, f32, N>(t, w, k, cols),
+            Src::Bf16(k) => pack_k_block::<V, half::bf16, N>(t, w, k, cols),
+        }
+        let d = t.call.heads.head_dim_v;
+        match t.call.v {
+            Src::F32(v) => pack_v::<V, f32, N>(v, w.v_off, cols, d, w.v),
+            Src::Bf16(v) => pack_v::<V, half::bf16, N>(v, w.v_off, cols, d, w.v),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn pack_k_block<V: Vector, E: Elem, const N: usize>(
+    t: &Task<'_>,
+    w: &Scratch<'_>,
+    k: *const E,
+    cols: (usize, usize),
+) {
+    let d = t.call.heads.head_dim_qk;
+    // SAFETY: forwarded.
+    unsafe { pack_k::<V, E>(k, w.k_off, cols, d, N * V::LANES, w.zeros.cast(), w.k) }
+}
+
+/// The columns of the block at `base` that the rows of tile `tile` see; `None` when they see none.
+#[inline(always)]
+fn span(w: &Scratch<'_>, rows: usize, tile: usize, base: usize) -> Option<Span> {
+    let (first, last) = (tile * TILE_ROWS, (tile * TILE_ROWS + TILE_ROWS - 1).min(rows - 1));
+    let clip = |key: usize| key.clamp(base, base + KEY_BLOCK) - base;
+    let (from, to) = (clip(w.visible[first].start), clip(w.visible[last].end));
+    let all_visible = w.visible[last].start <= base && w.visible[first].end >= base + KEY_BLOCK;
+    (from < to).then_some(Span { from, to, all_visible })
+}
+
+/// s = q·Kᵀ for every tile and panel with a visible pair. Panels outside, so that one stays close while tiles stream.
+#[inline(always)]
+unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, base: usize) {
+    let (rows, d, panel) = (t.rows(), t.call.heads.head_dim_qk, N * V::LANES);
+    let mut left = 0;
+    while left < KEY_BLOCK {
+        for tile in 0..rows.div_ceil(TILE_ROWS) {
+            let Some(span) = span(w, rows, tile, base) else { continue };
+            if span.from >= left + panel || span.to <= left {
+                continue;
+            }
+            // SAFETY: within the slot's parts.
+            unsafe {
+                let q = w.q.add(tile * TILE_ROWS * d);
+                let k = w.k.add(left * d);
+                let s = w.s.add(tile * TILE_ROWS * KEY_BLOCK + left);
+                match (span.to - left).min(panel).div_ceil(V::LANES) {
+                    1 => score_tile::<V, 1>(q, k, panel, d, s, t.call.scale_log2),
+                    2 if N > 2 => score_tile::<V, 2>(q, k, panel, d, s, t.call.scale_log2),
+                    3 if N > 3 => score_tile::<V, 3>(q, k, panel, d, s, t.call.scale_log2),
+                    _ => score_tile::<V, N>(q, k, panel, d, s, t.call.scale_log2),
+                }
+            }
+        }
+        left += panel;
+    }
+}
+
+/// 6 rows × M vectors of scores.
+#[inline(always)]
+unsafe fn score_tile<V: Vector, const M: usize>(
+    mut q: *const f32,
+    mut k: *const f32,
+    k_stride: usize,
+    d: usize,
+    s: *mut f32,
+    scale: f32,
+) {
+    // SAFETY: q holds [d][6], k [d][k_stride], s 6 rows of KEY_BLOCK.
+    unsafe {
+        let mut acc = [[V::splat(0.0); M]; TILE_ROWS];
+        for _ in 0..d {
+            let mut b = [V::splat(0.0); M];
+            for m in 0..M {
+                b[m] = V::load(k.add(m * V::LANES));
+            }
+            for r in 0..TILE_ROWS {
+                let a = V::splat(*q.add(r));
+                for m in 0..M {
+                    acc[r][m] = a.fma(b[m], acc[r][m]);
+                }
+            }
+            q = q.add(TILE_ROWS);
+            k = k.add(k_stride);
+        }
+        let scale = V::splat(scale);
+        for r in 0..TILE_ROWS {
+            for m in 0..M {
+                acc[r][m].mul(scale).store(s.add(r * KEY_BLOCK + m * V::LANES));
+            }
+        }
+    }
+}
+
+/// Weights of every row over the block, then o = alpha·o + p·V for every tile and panel. Returns the (row, key) pairs.
+///
+/// A tile's weights are made just before its first panel uses them. `finite`: no value of the block is NaN or infinite.
+#[inline(always)]
+unsafe fn outputs<V: Vector, const N: usize>(
+    t: &Task<'_>,
+    w: &Scratch<'_>,
+    base: usize,
+    finite: bool,
+) -> u64 {
+    let (rows, panel) = (t.rows(), N * V::LANES);
+    let columns = t.call.heads.head_dim_v.next_multiple_of(V::LANES);
+    let (mut left, mut pairs) = (0, 0);
+    while left < columns {
+        let width = (columns - left).min(panel);
+        for tile in 0..rows.div_ceil(TILE_ROWS) {
+            let Some(span) = span(w, rows, tile, base) else { continue };
+            // SAFETY: within the slot's parts.
+            unsafe {
+                if left == 0 {
+                    pairs += weights::<V>(w, rows, base, tile, span);
+                }
+                let v = w.v.add(left * KEY_BLOCK);
+                if !finite && !span.all_visible {
+                    // A weight of 0 must not let a value that this row may not see through: 0 · NaN is NaN.
+                    for row in tile * TILE_ROWS..(tile + 1) * TILE_ROWS {
+                        output_row::<V>(w, v, width, row, left, base);
+                    }
+                    continue;
+                }
+                match width / V::LANES {
+                    1 => output_tile::<V, 1>(w, v, tile, left, span),
+                    2 if N > 2 => output_tile::<V, 2>(w, v, tile, left, span),
+                    3 if N > 3 => output_tile::<V, 3>(w, v, tile, left, span),
+                    _ => output_tile::<V, N>(w, v, tile, left, span),
+                }
+            }
+        }
+        left += panel;
+    }
+    pairs
+}
+
+/// The softmax of a tile's rows over the block. Returns the (row, key) pairs that real rows saw.
+#[inline(always)]
+unsafe fn weights<V: Vector>(w: &Scratch<'_>, rows: usize, base: usize, tile: usize, span: Span) -> u64 {
+    let (from, to) = (span.from / V::LANES * V::LANES, span.to.next_multiple_of(V::LANES));
+    let mut pairs = 0;
+    for row in tile * TILE_ROWS..(tile + 1) * TILE_ROWS {
+        let seen = w.visible_columns(row, base);
+        // SAFETY: within the slot's parts.
+        unsafe {
+            let (s, sum, max) = (w.s.add(row * KEY_BLOCK), w.sum.add(row * V::LANES), &mut *w.max.add(row));
+            let cols = Columns { from, to, lo: seen.start, hi: seen.end };
+            *w.alpha.add(row) = if span.all_visible {
+                softmax_row::<V, false>(s, cols, max, sum)
+            } else {
+                softmax_row::<V, true>(s, cols, max, sum)
+            };
+        }
+        if row < rows {
+            pairs += seen.len() as u64;
+        }
+    }
+    pairs
+}
+
+/// 6 rows × M vectors of outputs.
+#[inline(always)]
+unsafe fn output_tile<V: Vector, const M: usize>(
+    w: &Scratch<'_>,
+    v: *const f32,
+    tile: usize,
+    left: usize,
+    span: Span,
+) {
+    // SAFETY: within the slot's parts.
+    unsafe {
+        let o = w.o.add(tile * TILE_ROWS * w.o_stride + left);
+        let alpha = w.alpha.add(tile * TILE_ROWS);
+        let mut acc = [[V::splat(0.0); M]; TILE_ROWS];
+        for r in 0..TILE_ROWS {
+            let a = V::splat(*alpha.add(r));
+            for m in 0..M {
+                acc[r][m] = V::load(o.add(r * w.o_stride + m * V::LANES)).mul(a);
+            }
+        }
+        // The next tile's rows of o lie too far apart for the processor to guess; one past the last tile is still in the slot.
+        for r in 0..TILE_ROWS {
+            for m in 0..M {
+                V::prefetch_near(o.add((TILE_ROWS + r) * w.o_stride + m * V::LANES).cast());
+            }
+        }
+        let mut p = w.s.add(tile * TILE_ROWS * KEY_BLOCK + span.from).cast_const();
+        let mut v = v.add(span.from * M * V::LANES);
+        for _ in span.from..span.to {
+            let mut b = [V::splat(0.0); M];
+            for m in 0..M {
+                b[m] = V::load(v.add(m * V::LANES));
+            }
+            for r in 0..TILE_ROWS {
+                let a = V::splat(*p.add(r * KEY_BLOCK));
+                for m in 0..M {
+                    acc[r][m] = a.fma(b[m], acc[r][m]);
+                }
+            }
+            p = p.add(1);
+            v = v.add(M * V::LANES);
+        }
+        for r in 0..TILE_ROWS {
+            for m in 0..M {
+                acc[r][m].store(o.add(r * w.o_stride + m * V::LANES));
+            }
+        }
+    }
+}
+
+/// One row of outputs over exactly the keys that it sees.
+#[inline(always)]
+unsafe fn output_row<V: Vector>(
+    w: &Scratch<'_>,
+    v: *const f32,
+    width: usize,
+    row: usize,
+    left: usize,
+    base: usize,
+) {
+    // SAFETY: within the slot's parts.
+    unsafe {
+        let alpha = V::splat(*w.alpha.add(row));
+        let mut x = 0;
+        while x < width {
+            let o = w.o.add(row * w.o_stride + left + x);
+            let mut acc = V::load(o).mul(alpha);
+            for key in w.visible_columns(row, base) {
+                acc = V::splat(*w.s.add(row * KEY_BLOCK + key)).fma(V::load(v.add(key * width + x)), acc);
+            }
+            acc.store(o);
+            x += V::LANES;
+        }
+    }
+}
+
+/// Hands every row to its place.
+#[inline(always)]
+unsafe fn finish<V: Vector>(t: &Task<'_>, w: &Scratch<'_>) {
+    for row in 0..t.rows() {
+        // SAFETY: within the slot's parts.
+        unsafe {
+            let o = std::slice::from_raw_parts_mut(w.o.add(row * w.o_stride), t.call.heads.head_dim_v);
+            t.emit(row, o, *w.max.add(row), V::load(w.sum.add(row * V::LANES)).reduce_add());
+        }
+    }
+}

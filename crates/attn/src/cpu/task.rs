@@ -1,0 +1,371 @@
+//! One task: the rows of one kv head's group in one unit of the plan; where its data lies and where its rows go.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use half::bf16;
+use suanpan_base::{Buf, BufMut, HeadShape, Mask, lse};
+
+use crate::plan::{DIRECT_ROWS, KEY_BLOCK};
+use crate::plan::{Plan, Unit};
+use crate::problem::KvLayout;
+use crate::run::{Args, Strides};
+use crate::workspace::TILE_ROWS;
+use crate::workspace::{SlotLayout, Workspace, padded};
+
+/// The start of a buffer of one of the element types.
+#[derive(Clone, Copy)]
+pub(crate) enum Src {
+    F32(*const f32),
+    Bf16(*const bf16),
+}
+
+#[derive(Clone, Copy)]
+enum Dst {
+    F32(*mut f32),
+    Bf16(*mut bf16),
+}
+
+impl Src {
+    fn of(buf: Buf<'_>) -> Src {
+        match buf {
+            Buf::F32(x) => Src::F32(x.as_ptr()),
+            Buf::Bf16(x) => Src::Bf16(x.as_ptr()),
+        }
+    }
+}
+
+/// A checked call: raw starts, strides and counters shared by all tasks.
+pub(crate) struct Call<'a> {
+    pub plan: &'a Plan,
+    pub heads: HeadShape,
+    pub mask: Mask,
+    /// softmax_scale · log2(e), applied to finished dot products (which so stay exact where the data allows): powers of two.
+    pub scale_log2: f32,
+    /// From those powers of two back to natural scores, without the rounding of `scale_log2`.
+    log2_to_natural: f64,
+    pub q: Src,
+    q_strides: (usize, usize),
+    pub k: Src,
+    k_strides: Strides,
+    pub v: Src,
+    v_strides: Strides,
+    page_size: Option<usize>,
+    page_table: &'a [u32],
+    page_table_stride: usize,
+    out: Dst,
+    out_strides: (usize, usize),
+    lse: Option<*mut f32>,
+    pub layout: SlotLayout,
+    slots: *mut f32,
+    slot_len: usize,
+    partial_out: *mut f32,
+    partial_width: usize,
+    partial_lse: *mut f32,
+    arrivals: &'a [AtomicU32],
+    pub counts: &'a [(AtomicU64, AtomicU64)],
+}
+
+// SAFETY: inputs are only read; each task writes its own rows of out, lse and partials, and each worker its own slot.
+unsafe impl Sync for Call<'_> {}
+
+/// What a task's loops did.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Counts {
+    /// (row, visible key) pairs.
+    pub pairs: u64,
+    /// Keys loaded.
+    pub keys: u64,
+}
+
+/// A task: unit, kv head, and the scratch of the thread that runs it.
+pub(crate) struct Task<'a> {
+    pub call: &'a Call<'a>,
+    pub unit: &'a Unit,
+    pub kv_head: usize,
+    pub slot: *mut f32,
+}
+
+/// The parts of a thread's slot.
+pub(crate) struct Scratch<'s> {
+    pub q: *mut f32,
+    pub q_stride: usize,
+    pub s: *mut f32,
+    pub o: *mut f32,
+    pub o_stride: usize,
+    pub max: *mut f32,
+    pub alpha: *mut f32,
+    pub sum: *mut f32,
+    pub k: *mut f32,
+    pub v: *mut f32,
+    pub zeros: *mut f32,
+    pub visible: &'s mut [Range<usize>],
+    pub k_off: &'s mut [usize],
+    pub v_off: &'s mut [usize],
+    /// Offsets of the first `ahead` keys of the next block.
+    pub k_next: &'s mut [usize],
+    pub v_next: &'s mut [usize],
+    pub ahead: usize,
+}
+
+impl Scratch<'_> {
+    /// Columns of the block at `base` that row `row` sees.
+    #[inline(always)]
+    pub fn visible_columns(&self, row: usize, base: usize) -> Range<usize> {
+        let clip = |key: usize| key.clamp(base, base + KEY_BLOCK) - base;
+        clip(self.visible[row].start)..clip(self.visible[row].end)
+    }
+}
+
+impl<'a> Call<'a> {
+    /// Borrows the workspace for one call and clears the counters that it will use.
+    pub fn new(plan: &'a Plan, args: Args<'a>, ws: &'a mut Workspace) -> Call<'a> {
+        let (slots, partial_out, partial_lse) = ws.starts();
+        let heads = plan.problem.heads;
+        let arrivals = &ws.arrivals[..plan.arrivals];
+        let counts = &ws.counts[..plan.seqs.len()];
+        arrivals.iter().for_each(|a| a.store(0, Ordering::Relaxed));
+        for (pairs, keys) in counts {
+            pairs.store(0, Ordering::Relaxed);
+            keys.store(0, Ordering::Relaxed);
+        }
+        let scale = f64::from(plan.problem.scale());
+        let scale_log2 = (scale * std::f64::consts::LOG2_E) as f32;
+        Call {
+            plan,
+            heads,
+            mask: plan.problem.mask,
+            scale_log2,
+            // A scale of 0 (or one that rounds to it) leaves every score 0.
+            log2_to_natural: if scale_log2 == 0.0 { 0.0 } else { scale / f64::from(scale_log2) },
+            q: Src::of(args.q),
+            q_strides: args.q_strides,
+            k: Src::of(args.k),
+            k_strides: args.k_strides,
+            v: Src::of(args.v),
+            v_strides: args.v_strides,
+            page_size: match plan.problem.kv {
+                KvLayout::Contiguous => None,
+                KvLayout::Paged { page_size } => Some(page_size),
+            },
+            page_table: args.page_table,
+            page_table_stride: args.page_table_stride,
+            out: match args.out {
+                BufMut::F32(x) => Dst::F32(x.as_mut_ptr()),
+                BufMut::Bf16(x) => Dst::Bf16(x.as_mut_ptr()),
+            },
+            out_strides: args.out_strides,
+            lse: args.lse.map(|x| x.as_mut_ptr()),
+            layout: SlotLayout::of(plan),
+            slots,
+            slot_len: ws.sizes.slot,
+            partial_out,
+            partial_width: heads.head_dim_v.next_multiple_of(16),
+            partial_lse,
+            arrivals,
+            counts,
+        }
+    }
+
+    /// Runs task `task` in worker `worker`'s slot.
+    ///
+    /// # Safety
+    /// `check` accepted the call; no other thread runs this task or uses this worker's slot.
+    pub unsafe fn run_task(&self, task: usize, worker: usize) {
+        let kv_heads = self.heads.num_kv_heads;
+        let unit = &self.plan.units[task / kv_heads];
+        // SAFETY: the workspace holds `threads` slots of `slot_len` floats and `worker < threads`.
+        let slot = unsafe { self.slots.add(worker * self.slot_len) };
+        let t = Task { call: self, unit, kv_head: task % kv_heads, slot };
+        // SAFETY: forwarded.
+        let counts = unsafe { super::run_task(&t) };
+        let (pairs, keys) = &self.counts[unit.seq as usize];
+        pairs.fetch_add(counts.pairs, Ordering::Relaxed);
+        keys.fetch_add(counts.keys, Ordering::Relaxed);
+        if unit.splits > 1 {
+            // SAFETY: forwarded.
+            unsafe { t.arrive() };
+        }
+    }
+}
+
+impl Task<'_> {
+    /// The parts of the slot.
+    ///
+    /// # Safety
+    /// One call at a time: the parts are handed out mutably.
+    pub unsafe fn scratch(&self) -> Scratch<'_> {
+        let (l, slot, heads) = (&self.call.layout, self.slot, self.call.heads);
+        let rows = self.rows().max(DIRECT_ROWS).next_multiple_of(TILE_ROWS);
+        // SAFETY: the slot was laid out by the same plan; zeroed floats are valid ranges and offsets, parts do not overlap.
+        unsafe {
+            let offsets: *mut usize = slot.add(l.offsets).cast();
+            Scratch {
+                q: slot.add(l.q),
+                q_stride: padded(heads.head_dim_qk),
+                s: slot.add(l.s),
+                o: slot.add(l.o),
+                o_stride: padded(heads.head_dim_v),
+                max: slot.add(l.max),
+                alpha: slot.add(l.alpha),
+                sum: slot.add(l.sum),
+                k: slot.add(l.k),
+                v: slot.add(l.v),
+                zeros: slot.add(l.zeros),
+                visible: std::slice::from_raw_parts_mut(slot.add(l.visible).cast(), rows),
+                k_off: std::slice::from_raw_parts_mut(offsets, KEY_BLOCK),
+                v_off: std::slice::from_raw_parts_mut(offsets.add(KEY_BLOCK), KEY_BLOCK),
+                k_next: std::slice::from_raw_parts_mut(offsets.add(2 * KEY_BLOCK), KEY_BLOCK),
+                v_next: std::slice::from_raw_parts_mut(offsets.add(3 * KEY_BLOCK), KEY_BLOCK),
+                ahead: 0,
+            }
+        }
+    }
+
+    /// Rows of the task: query tokens × group, group fastest.
+    pub fn rows(&self) -> usize {
+        self.unit.tokens * self.call.heads.group_size()
+    }
+
+    /// Keys that row `row` sees within this task's range.
+    pub fn visible(&self, row: usize) -> Range<usize> {
+        let token = self.unit.token + row / self.call.heads.group_size();
+        let all = self.call.mask.visible(self.call.plan.seqs[self.unit.seq as usize].len, token);
+        let start = all.start.clamp(self.unit.key_start, self.unit.key_end);
+        start..all.end.clamp(start, self.unit.key_end)
+    }
+
+    fn token_and_head(&self, row: usize) -> (usize, usize) {
+        let group = self.call.heads.group_size();
+        let q_start = self.call.plan.seqs[self.unit.seq as usize].q_start;
+        (q_start + self.unit.token + row / group, self.kv_head * group + row % group)
+    }
+
+    /// Copies row `row` of the queries to `dst` (head_dim_qk floats, `step` apart).
+    ///
+    /// # Safety
+    /// `dst` has room for `(head_dim_qk - 1) * step + 1` floats.
+    pub unsafe fn load_query(&self, row: usize, dst: *mut f32, step: usize) {
+        let (token, head) = self.token_and_head(row);
+        let at = token * self.call.q_strides.0 + head * self.call.q_strides.1;
+        for i in 0..self.call.heads.head_dim_qk {
+            // SAFETY: `check` bounded every (token, head) row of q; dst by contract.
+            unsafe {
+                let x = match self.call.q {
+                    Src::F32(p) => *p.add(at + i),
+                    Src::Bf16(p) => (*p.add(at + i)).to_f32(),
+                };
+                *dst.add(i * step) = x;
+            }
+        }
+    }
+
+    /// Element offsets of the K and V rows of keys `keys`, in order.
+    pub fn fill_offsets(&self, keys: Range<usize>, k_off: &mut [usize], v_off: &mut [usize]) {
+        let c = self.call;
+        let (k_head, v_head) = (self.kv_head * c.k_strides.head, self.kv_head * c.v_strides.head);
+        let Some(page_size) = c.page_size else {
+            let first = c.plan.seqs[self.unit.seq as usize].k_start + keys.start;
+            for i in 0..keys.len() {
+                k_off[i] = (first + i) * c.k_strides.token + k_head;
+                v_off[i] = (first + i) * c.v_strides.token + v_head;
+            }
+            return;
+        };
+        let table = &c.page_table[self.unit.seq as usize * c.page_table_stride..];
+        let (mut page, mut slot) = (keys.start / page_size, keys.start % page_size);
+        let mut i = 0;
+        while i < keys.len() {
+            let run = (page_size - slot).min(keys.len() - i);
+            let id = table[page] as usize;
+            let k_base = id * c.k_strides.page + slot * c.k_strides.token + k_head;
+            let v_base = id * c.v_strides.page + slot * c.v_strides.token + v_head;
+            for j in 0..run {
+                k_off[i + j] = k_base + j * c.k_strides.token;
+                v_off[i + j] = v_base + j * c.v_strides.token;
+            }
+            i += run;
+            (page, slot) = (page + 1, 0);
+        }
+    }
+
+    /// Takes a finished row: `o` unnormalised, `sum` its weight, `max` in powers of two. Normalises `o` in place.
+    ///
+    /// # Safety
+    /// As `Call::run_task`; `row < self.rows()`.
+    pub unsafe fn emit(&self, row: usize, o: &mut [f32], max: f32, sum: f32) {
+        let empty = sum == 0.0;
+        let inverse = if empty { 0.0 } else { 1.0 / sum };
+        let lse = if empty {
+            lse::EMPTY_LSE
+        } else {
+            // The maximum goes back by the factor that was really used, so that its rounding to f32 cancels.
+            (f64::from(max) * self.call.log2_to_natural + f64::from(sum).ln()) as f32
+        };
+        if empty {
+            o.fill(0.0);
+        } else {
+            o.iter_mut().for_each(|x| *x *= inverse);
+        }
+        // SAFETY: forwarded.
+        unsafe {
+            if self.unit.splits > 1 {
+                let at = self.partial_row(row, self.unit.split as usize);
+                let width = self.call.partial_width;
+                std::ptr::copy_nonoverlapping(o.as_ptr(), self.call.partial_out.add(at * width), o.len());
+                *self.call.partial_lse.add(at) = lse;
+            } else {
+                self.write(row, o, lse);
+            }
+        }
+    }
+
+    fn partial_row(&self, row: usize, split: usize) -> usize {
+        let rows = self.rows();
+        let per_tile = self.unit.splits as usize * rows;
+        self.unit.partial + self.kv_head * per_tile + split * rows + row
+    }
+
+    /// Writes a final row to out and lse.
+    unsafe fn write(&self, row: usize, o: &[f32], lse: f32) {
+        let (token, head) = self.token_and_head(row);
+        let at = token * self.call.out_strides.0 + head * self.call.out_strides.1;
+        // SAFETY: `check` bounded every (token, head) row of out and lse, and no two rows overlap.
+        unsafe {
+            match self.call.out {
+                Dst::F32(p) => std::ptr::copy_nonoverlapping(o.as_ptr(), p.add(at), o.len()),
+                Dst::Bf16(p) => {
+                    for (i, &x) in o.iter().enumerate() {
+                        *p.add(at + i) = bf16::from_f32(x);
+                    }
+                }
+            }
+            if let Some(p) = self.call.lse {
+                *p.add(head * self.call.plan.total_q + token) = lse;
+            }
+        }
+    }
+
+    /// Counts this split as done; the last one of its tile merges all of them, in order of keys.
+    unsafe fn arrive(&self) {
+        let counter = &self.call.arrivals[self.unit.arrival + self.kv_head];
+        if counter.fetch_add(1, Ordering::AcqRel) + 1 < self.unit.splits {
+            return;
+        }
+        let (dv, width) = (self.call.heads.head_dim_v, self.call.partial_width);
+        for row in 0..self.rows() {
+            let first = self.partial_row(row, 0);
+            // SAFETY: every split of this tile has arrived (acquire), so its partial rows are written and nobody writes them.
+            unsafe {
+                let out = std::slice::from_raw_parts_mut(self.call.partial_out.add(first * width), dv);
+                let mut total = *self.call.partial_lse.add(first);
+                for split in 1..self.unit.splits as usize {
+                    let at = self.partial_row(row, split);
+                    let other = std::slice::from_raw_parts(self.call.partial_out.add(at * width), dv);
+                    lse::merge_into(out, &mut total, other, *self.call.partial_lse.add(at));
+                }
+                self.write(row, out, total);
+            }
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! The vector of f32 lanes that the kernels are written in, and the element types that load into it.
+//!
+//! Every method is inlined into an instance that carries the instruction set as a target feature; none is called otherwise.
+
+use half::bf16;
+
+/// Widest vector of any instance, in lanes.
+pub(crate) const MAX_LANES: usize = 16;
+
+/// f32 lanes of one instruction set.
+///
+/// # Safety
+/// Methods may only run where the instruction set is available, and pointers must be valid for the lanes they name.
+pub(crate) unsafe trait Vector: Copy {
+    /// Lanes of a vector; at most [`MAX_LANES`] and a divisor of it.
+    const LANES: usize;
+    /// Exponents below this give exactly 0.
+    const EXP2_MIN: f32;
+    /// All lanes `x`.
+    unsafe fn splat(x: f32) -> Self;
+    /// `LANES` floats.
+    unsafe fn load(p: *const f32) -> Self;
+    /// The first `n < LANES` floats, zeros after.
+    unsafe fn load_partial(p: *const f32, n: usize) -> Self;
+    /// Stores `LANES` floats.
+    unsafe fn store(self, p: *mut f32);
+    /// `LANES` bf16, widened.
+    unsafe fn load_bf16(p: *const bf16) -> Self;
+    /// The first `n < LANES` bf16, widened, zeros after.
+    unsafe fn load_bf16_partial(p: *const bf16, n: usize) -> Self;
+    /// `2 * LANES` bf16: the even ones, the odd ones.
+    unsafe fn load_bf16_pair(p: *const bf16) -> (Self, Self);
+    /// `self + b`.
+    unsafe fn add(self, b: Self) -> Self;
+    /// `self - b`.
+    unsafe fn sub(self, b: Self) -> Self;
+    /// `self * b`.
+    unsafe fn mul(self, b: Self) -> Self;
+    /// The larger; `b` where either is NaN or both are equal.
+    unsafe fn max(self, b: Self) -> Self;
+    /// `self * b + c`, rounded once where the instruction set can.
+    unsafe fn fma(self, b: Self, c: Self) -> Self;
+    /// Nearest integer.
+    unsafe fn round(self) -> Self;
+    /// `self * 2^n` for integral `n >= EXP2_MIN`, flushed to 0 at the lower end.
+    unsafe fn scale(self, n: Self) -> Self;
+    /// True when some lane of `self` is greater than the same lane of `b`.
+    unsafe fn any_gt(self, b: Self) -> bool;
+    /// Lanes `lo <= i < hi` of `self`, `other` elsewhere.
+    unsafe fn select(self, lo: usize, hi: usize, other: Self) -> Self;
+    /// Largest lane.
+    unsafe fn reduce_max(self) -> f32;
+    /// Sum of lanes.
+    unsafe fn reduce_add(self) -> f32;
+    /// The sums of the lanes of four vectors, stored to `p[0..4]`.
+    unsafe fn reduce_add4(x: [Self; 4], p: *mut f32);
+    /// Transposes the `LANES` × `LANES` block in the first `LANES` elements.
+    unsafe fn transpose(x: &mut [Self; MAX_LANES]);
+    /// Asks for the cache line of `p`, into the second-level cache.
+    unsafe fn prefetch(p: *const u8);
+    /// The same, into the first-level cache.
+    unsafe fn prefetch_near(p: *const u8);
+
+    /// 2^self for `self <= 0` (or NaN, which stays NaN); exactly 1 at 0 and exactly 0 at -inf.
+    #[inline(always)]
+    unsafe fn exp2(self) -> Self {
+        // 2^r on [-1/2, 1/2], relative error 1.6e-8 in exact arithmetic (least maximum error by Lawson's iteration).
+        const C: [f32; 6] = [
+            std::f32::consts::LN_2,
+            0.240_226_48,
+            0.055_503_324,
+            0.009_618_437,
+            0.001_339_887_6,
+            0.000_153_533_63,
+        ];
+        // SAFETY: forwarded.
+        unsafe {
+            // The bound stands first so that a NaN on the right comes through.
+            let x = Self::splat(Self::EXP2_MIN).max(self);
+            let n = x.round();
+            let r = x.sub(n);
+            let mut p = r.fma(Self::splat(C[5]), Self::splat(C[4]));
+            p = p.fma(r, Self::splat(C[3]));
+            p = p.fma(r, Self::splat(C[2]));
+            p = p.fma(r, Self::splat(C[1]));
+            p = p.fma(r, Self::splat(C[0]));
+            p = p.fma(r, Self::splat(1.0));
+            p.scale(n)
+        }
+    }
+}
+
+/// A stored element type of K and V.
+///
+/// # Safety
+/// As [`Vector`].
+pub(crate) unsafe trait Elem: Copy {
+    /// `load_pair` gives even and odd elements instead of the lower and upper half.
+    const INTERLEAVED: bool;
+    /// `LANES` elements.
+    unsafe fn load<V: Vector>(p: *const Self) -> V;
+    /// The first `n < LANES` elements, zeros after.
+    unsafe fn load_partial<V: Vector>(p: *const Self, n: usize) -> V;
+    /// `2 * LANES` elements in the order of `INTERLEAVED`.
+    unsafe fn load_pair<V: Vector>(p: *const Self) -> (V, V);
+    /// The first `n < 2 * LANES` elements in that order, zeros after.
+    #[inline(always)]
+    unsafe fn load_pair_partial<V: Vector>(p: *const Self, n: usize) -> (V, V)
+    where
+        Self: Default,
+    {
+        let mut buf = [Self::default(); 2 * MAX_LANES];
+        // SAFETY: n < 2 * LANES elements are readable by contract.
+        unsafe {
+            std::ptr::copy_nonoverlapping(p, buf.as_mut_ptr(), n);
+            Self::load_pair::<V>(buf.as_ptr())
+        }
+    }
+}
+
+// SAFETY: forwards to the vector's own loads.
+unsafe impl Elem for f32 {
+    const INTERLEAVED: bool = false;
+    #[inline(always)]
+    unsafe fn load<V: Vector>(p: *const f32) -> V {
+        // SAFETY: forwarded.
+        unsafe { V::load(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_partial<V: Vector>(p: *const f32, n: usize) -> V {
+        // SAFETY: forwarded.
+        unsafe { V::load_partial(p, n) }
+    }
+    #[inline(always)]
+    unsafe fn load_pair<V: Vector>(p: *const f32) -> (V, V) {
+        // SAFETY: forwarded.
+        unsafe { (V::load(p), V::load(p.add(V::LANES))) }
+    }
+}
+
+// SAFETY: forwards to the vector's own loads.
+unsafe impl Elem for bf16 {
+    const INTERLEAVED: bool = true;
+    #[inline(always)]
+    unsafe fn load<V: Vector>(p: *const bf16) -> V {
+        // SAFETY: forwarded.
+        unsafe { V::load_bf16(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_partial<V: Vector>(p: *const bf16, n: usize) -> V {
+        // SAFETY: forwarded.
+        unsafe { V::load_bf16_partial(p, n) }
+    }
+    #[inline(always)]
+    unsafe fn load_pair<V: Vector>(p: *const bf16) -> (V, V) {
+        // SAFETY: forwarded.
+        unsafe { V::load_bf16_pair(p) }
+    }
+}

@@ -1,0 +1,405 @@
+//! The plan: which kernel, tile and splits each sequence gets, by pure rules on shapes; nothing here reads data or clocks.
+//!
+//! A unit is one query tile of one sequence over one range of keys; every kv head of a unit is one task. Tiles depend on
+//! (seqlen_q, heads) only and splits on (seqlen_q, visible keys) only, so a sequence's bits depend on nothing else in the batch.
+
+use std::fmt;
+use std::ops::Range;
+
+use suanpan_base::error::checked_product;
+use suanpan_base::{BadArgument, SeqLen};
+use suanpan_ledger::{AttnBooks, kernel};
+
+use crate::cpu::detect::Machine;
+use crate::problem::{OP, Problem};
+
+/// Rows (query tokens × group) up to which keys are dotted in place instead of packed.
+pub const DIRECT_ROWS: usize = 12;
+/// Fewest keys worth a split of their own.
+pub const SPLIT_KEYS: usize = 256;
+/// Most splits of one query tile.
+pub const MAX_SPLITS: usize = 16;
+/// Bound of seqlen_q × splits: partial results stay small.
+const SPLIT_TOKENS: usize = 64;
+/// Keys a block. Blocks and splits stand on absolute multiples of it, so that a row's sums do not depend on its tile.
+pub const KEY_BLOCK: usize = 128;
+
+/// Bounds of every later schedule; they size the workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Sequences a call.
+    pub max_seqs: usize,
+    /// Query tokens a call, all sequences together.
+    pub max_total_q: usize,
+    /// Keys a sequence.
+    pub max_seqlen_k: usize,
+}
+
+/// The kernel that a sequence runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// Few rows: K rows dotted where they lie, V rows accumulated one by one; bound by memory.
+    Direct,
+    /// Many rows: K packed transposed, V widened, register-tiled products; bound by arithmetic.
+    Packed,
+}
+
+/// One query tile of one sequence over one key range.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Unit {
+    pub seq: u32,
+    pub splits: u32,
+    /// Rank of this unit among the splits of its tile.
+    pub split: u32,
+    /// Query tokens of the tile, within the sequence.
+    pub token: usize,
+    pub tokens: usize,
+    pub key_start: usize,
+    pub key_end: usize,
+    /// First partial row of the tile (only with `splits > 1`).
+    pub partial: usize,
+    /// Arrival counter of the tile times num_kv_heads.
+    pub arrival: usize,
+    cost: u64,
+}
+
+/// A sequence with its place in the packed query and key buffers.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Seq {
+    pub len: SeqLen,
+    pub q_start: usize,
+    pub k_start: usize,
+}
+
+/// Kernel, tiles and splits for a batch of sequences. Made once per problem; rescheduled per call without allocation.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub(crate) problem: Problem,
+    pub(crate) machine: Machine,
+    pub(crate) limits: Limits,
+    pub(crate) seqs: Vec<Seq>,
+    pub(crate) units: Vec<Unit>,
+    pub(crate) total_q: usize,
+    pub(crate) total_k: usize,
+    pub(crate) arrivals: usize,
+}
+
+impl Plan {
+    /// A plan for `problem` on `machine` with room for schedules within `limits`. Refuses unsupported shapes and sizes by name.
+    pub fn new(problem: &Problem, machine: &Machine, limits: Limits) -> Result<Plan, BadArgument> {
+        problem.check()?;
+        for (field, n) in [("max_seqs", limits.max_seqs), ("max_total_q", limits.max_total_q)] {
+            if n > u32::MAX as usize {
+                return Err(BadArgument::new(OP, field, n, "at most 2^32 - 1"));
+            }
+        }
+        let plan = Plan {
+            problem: *problem,
+            machine: *machine,
+            limits,
+            seqs: Vec::new(),
+            units: Vec::new(),
+            total_q: 0,
+            total_k: 0,
+            arrivals: 0,
+        };
+        plan.check_sizes()?;
+        let units = plan.max_units();
+        Ok(Plan { seqs: Vec::with_capacity(limits.max_seqs), units: Vec::with_capacity(units), ..plan })
+    }
+
+    /// Products that later code multiplies without checks.
+    fn check_sizes(&self) -> Result<(), BadArgument> {
+        let h = self.problem.heads;
+        let width = h.head_dim_qk + h.head_dim_v;
+        let l = self.limits;
+        checked_product(OP, "max_total_q", &[l.max_total_q, h.num_q_heads, width, 4, MAX_SPLITS, 2])?;
+        checked_product(OP, "max_seqs", &[l.max_seqs, MAX_SPLITS, 2, h.num_q_heads, SPLIT_TOKENS, width, 4])?;
+        checked_product(OP, "max_seqlen_k", &[l.max_seqlen_k, h.num_kv_heads, width, 4])?;
+        Ok(())
+    }
+
+    /// Query tokens of a full tile: a pure rule on the heads.
+    fn full_tile(&self) -> usize {
+        let h = self.problem.heads;
+        // Rows whose q, scores and o stay in a 1–2 MiB second-level cache beside one block of K and V.
+        let rows = match h.head_dim_qk.max(h.head_dim_v) {
+            0..=128 => 384,
+            129..=256 => 192,
+            _ => 96,
+        };
+        (rows / h.group_size()).max(1)
+    }
+
+    /// Query tokens a tile of a sequence of this length: the whole sequence where it fits, else full tiles.
+    pub fn tile_q_for(&self, len: SeqLen) -> usize {
+        len.seqlen_q.clamp(1, self.full_tile())
+    }
+
+    /// The kernel that a sequence of this length runs.
+    pub fn kernel_for(&self, len: SeqLen) -> Kernel {
+        if len.seqlen_q * self.problem.heads.group_size() <= DIRECT_ROWS {
+            Kernel::Direct
+        } else {
+            Kernel::Packed
+        }
+    }
+
+    /// Key splits of a sequence of this length: 1 unless one tile of few tokens sees many keys.
+    pub fn splits_for(&self, len: SeqLen) -> usize {
+        if len.seqlen_q == 0 || len.seqlen_q > self.full_tile() {
+            return 1;
+        }
+        let hull = self.problem.mask.visible_hull(len, 0..len.seqlen_q);
+        Cut::new(&hull, most_splits_of(len.seqlen_q)).count
+    }
+
+    /// What the ledger expects one call of a sequence of this length to compute and read.
+    pub fn predicted(&self, len: SeqLen) -> AttnBooks {
+        let p = &self.problem;
+        kernel::attention_books(p.heads, p.mask, len, p.kv_dtype, self.tile_q_for(len))
+    }
+
+    /// Lays out a batch. Nothing is allocated within the limits; past them it is a refusal and the plan keeps its old schedule.
+    pub fn schedule(&mut self, seqs: &[SeqLen]) -> Result<(), BadArgument> {
+        self.check_lengths(seqs)?;
+        self.seqs.clear();
+        self.units.clear();
+        (self.total_q, self.total_k, self.arrivals) = (0, 0, 0);
+        let mut partial = 0;
+        for (i, &len) in seqs.iter().enumerate() {
+            self.seqs.push(Seq { len, q_start: self.total_q, k_start: self.total_k });
+            self.total_q += len.seqlen_q;
+            self.total_k += len.seqlen_k;
+            self.push_units(i as u32, len, &mut partial);
+        }
+        // Heavy units first: the last ones to finish are small.
+        self.units.sort_unstable_by_key(|u| (std::cmp::Reverse(u.cost), u.seq, u.token, u.split));
+        Ok(())
+    }
+
+    fn push_units(&mut self, seq: u32, len: SeqLen, partial: &mut usize) {
+        let (tile, splits) = (self.tile_q_for(len), self.splits_for(len));
+        let heads = self.problem.heads;
+        let mut token = 0;
+        while token < len.seqlen_q {
+            let tokens = tile.min(len.seqlen_q - token);
+            let hull = self.problem.mask.visible_hull(len, token..token + tokens);
+            let cut = Cut::new(&hull, if splits > 1 { most_splits_of(len.seqlen_q) } else { 1 });
+            for split in 0..splits {
+                let keys = cut.range(&hull, split);
+                self.units.push(Unit {
+                    seq,
+                    splits: splits as u32,
+                    split: split as u32,
+                    token,
+                    tokens,
+                    key_start: keys.start,
+                    key_end: keys.end,
+                    partial: *partial,
+                    arrival: self.arrivals,
+                    cost: (keys.len() * tokens) as u64,
+                });
+            }
+            if splits > 1 {
+                *partial += splits * tokens * heads.num_q_heads;
+                self.arrivals += heads.num_kv_heads;
+            }
+            token += tokens;
+        }
+    }
+
+    fn check_lengths(&self, seqs: &[SeqLen]) -> Result<(), BadArgument> {
+        let l = self.limits;
+        if seqs.len() > l.max_seqs {
+            return Err(BadArgument::new(
+                OP,
+                "seqs",
+                seqs.len(),
+                format!("at most max_seqs = {}", l.max_seqs),
+            ));
+        }
+        let (mut total_q, mut total_k) = (0usize, 0usize);
+        for (i, s) in seqs.iter().enumerate() {
+            total_q = total_q.saturating_add(s.seqlen_q);
+            total_k = total_k.saturating_add(s.seqlen_k);
+            if s.seqlen_k > l.max_seqlen_k {
+                let most = format!("at most max_seqlen_k = {}", l.max_seqlen_k);
+                return Err(BadArgument::new(OP, format!("seqs[{i}].seqlen_k"), s.seqlen_k, most));
+            }
+        }
+        if total_q > l.max_total_q {
+            let most = format!("at most max_total_q = {}", l.max_total_q);
+            return Err(BadArgument::new(OP, "total seqlen_q", total_q, most));
+        }
+        if total_k > isize::MAX as usize {
+            return Err(BadArgument::new(OP, "total seqlen_k", total_k, "below 2^63"));
+        }
+        Ok(())
+    }
+
+    /// Rows of the widest tile: query tokens × group.
+    pub(crate) fn max_tile_rows(&self) -> usize {
+        self.full_tile().min(self.limits.max_total_q.max(1)) * self.problem.heads.group_size()
+    }
+
+    fn max_units(&self) -> usize {
+        let l = self.limits;
+        l.max_total_q / self.full_tile() + l.max_seqs.min(l.max_total_q) * (1 + self.most_splits())
+    }
+
+    /// Most splits that any sequence within the limits can get.
+    fn most_splits(&self) -> usize {
+        self.limits.max_seqlen_k.div_ceil(SPLIT_KEYS).clamp(1, MAX_SPLITS)
+    }
+
+    /// Partial (o, lse) rows that a schedule within the limits can need.
+    pub(crate) fn max_partial_rows(&self) -> usize {
+        let (l, splits) = (self.limits, self.most_splits());
+        if splits == 1 {
+            return 0;
+        }
+        (l.max_total_q * splits).min(l.max_seqs * SPLIT_TOKENS) * self.problem.heads.num_q_heads
+    }
+
+    /// Arrival counters that a schedule within the limits can need.
+    pub(crate) fn max_arrivals(&self) -> usize {
+        self.limits.max_seqs.min(self.limits.max_total_q) * self.problem.heads.num_kv_heads
+    }
+
+    /// Bytes of the workspace that this plan alone needs.
+    pub fn workspace_bytes(&self) -> usize {
+        crate::workspace::Sizes::of(self).bytes()
+    }
+}
+
+/// Most splits of a tile of `tokens` query tokens, whatever the keys.
+fn most_splits_of(tokens: usize) -> usize {
+    (SPLIT_TOKENS / tokens.max(1)).clamp(1, MAX_SPLITS)
+}
+
+/// How a tile's keys are cut: `count` ranges of `len` keys from `base`, an aligned position at or before the first key.
+struct Cut {
+    base: usize,
+    len: usize,
+    count: usize,
+}
+
+impl Cut {
+    /// At most `most` splits of at least `SPLIT_KEYS` keys.
+    fn new(hull: &Range<usize>, most: usize) -> Cut {
+        let base = hull.start - hull.start % KEY_BLOCK;
+        let keys = hull.end.max(base) - base;
+        let wanted = keys.div_ceil(SPLIT_KEYS).clamp(1, most);
+        let len = keys.div_ceil(wanted).next_multiple_of(KEY_BLOCK).max(KEY_BLOCK);
+        // Rounded-up ranges may need fewer.
+        Cut { base, len, count: keys.div_ceil(len).max(1) }
+    }
+
+    fn range(&self, hull: &Range<usize>, i: usize) -> Range<usize> {
+        let at = |i: usize| (self.base + i * self.len).clamp(hull.start, hull.end);
+        at(i)..at(i + 1)
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let p = &self.problem;
+        let h = p.heads;
+        writeln!(
+            f,
+            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {:?}, {:?}; {}",
+            h.num_q_heads,
+            h.num_kv_heads,
+            h.head_dim_qk,
+            h.head_dim_v,
+            p.q_dtype,
+            p.kv_dtype,
+            p.mask,
+            p.kv,
+            self.machine
+        )?;
+        for s in &self.seqs {
+            let (kernel, tile, splits) =
+                (self.kernel_for(s.len), self.tile_q_for(s.len), self.splits_for(s.len));
+            let rows = s.len.seqlen_q * h.group_size();
+            let why = match kernel {
+                Kernel::Direct => format!("{rows} rows <= {DIRECT_ROWS}: reading K and V once bounds it"),
+                Kernel::Packed => format!("{rows} rows > {DIRECT_ROWS}: packing K is paid back by reuse"),
+            };
+            let split_why = if splits > 1 { ", one tile alone would leave threads idle" } else { "" };
+            writeln!(
+                f,
+                "  q {} k {}: {kernel:?}, tile_q {tile}, splits {splits} ({why}{split_why})",
+                s.len.seqlen_q, s.len.seqlen_k
+            )?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::KvLayout;
+    use suanpan_base::{DType, HeadShape, Mask};
+
+    fn plan(heads: HeadShape, mask: Mask) -> Plan {
+        let (q_dtype, kv_dtype) = (DType::F32, DType::Bf16);
+        let problem =
+            Problem { heads, mask, softmax_scale: None, q_dtype, kv_dtype, kv: KvLayout::Contiguous };
+        let limits = Limits { max_seqs: 4, max_total_q: 4096, max_seqlen_k: 1 << 20 };
+        Plan::new(&problem, &Machine::detect(2), limits).unwrap()
+    }
+
+    #[test]
+    fn splits_cover_the_visible_keys_once_at_aligned_places() {
+        for (start, end) in [(0, 1), (0, 256), (5, 700), (130, 32_768), (1000, 1001), (77, 1 << 20), (9, 9)] {
+            for most in [1, 3, MAX_SPLITS] {
+                let cut = Cut::new(&(start..end), most);
+                assert!((1..=most).contains(&cut.count));
+                let mut at = start;
+                for i in 0..cut.count {
+                    let range = cut.range(&(start..end), i);
+                    assert_eq!(range.start, at, "{start}..{end} split {i} of {}", cut.count);
+                    assert!(i == 0 || range.start % KEY_BLOCK == 0);
+                    at = range.end;
+                }
+                assert_eq!(at, end);
+            }
+        }
+    }
+
+    #[test]
+    fn every_schedule_within_the_limits_fits_what_was_reserved() {
+        for heads in [HeadShape::new(8, 8, 64), HeadShape::new(32, 1, 128), HeadShape::new(512, 1, 64)] {
+            let mut p = plan(heads, Mask::CAUSAL);
+            let capacity = p.units.capacity();
+            for lens in [
+                [(1, 1 << 20); 4],
+                [(1024, 5000); 4],
+                [(64, 9000); 4],
+                [(3000, 3000), (5, 1 << 20), (0, 7), (20, 1)],
+            ] {
+                p.schedule(&lens.map(|(q, k)| SeqLen::new(q, k))).unwrap();
+                assert_eq!(p.units.capacity(), capacity, "the list of units grew");
+                let last = p
+                    .units
+                    .iter()
+                    .filter(|u| u.splits > 1)
+                    .map(|u| u.partial + u.splits as usize * u.tokens * heads.num_q_heads);
+                assert!(last.max().unwrap_or(0) <= p.max_partial_rows());
+                assert!(p.arrivals <= p.max_arrivals());
+            }
+        }
+    }
+
+    #[test]
+    fn a_plan_says_which_kernel_and_why() {
+        let mut p = plan(HeadShape::new(32, 8, 128), Mask::CAUSAL);
+        p.schedule(&[SeqLen::extend(32_767, 1), SeqLen::new(512, 512)]).unwrap();
+        let text = p.to_string();
+        assert!(text.contains("q 1 k 32768: Direct, tile_q 1, splits 16"), "{text}");
+        assert!(text.contains("q 512 k 512: Packed, tile_q 96, splits 1"), "{text}");
+    }
+}

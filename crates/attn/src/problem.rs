@@ -1,0 +1,92 @@
+//! What is asked: heads, mask, scale, element types and the layout of K and V. Lengths come later, with the schedule.
+
+use suanpan_base::{BadArgument, DType, HeadShape, Mask};
+
+/// The name under which this file and the plan refuse a request.
+pub(crate) const OP: &str = "attention plan";
+
+/// Widest head the kernels take (576 is the widest key of a published latent-attention model).
+pub const MAX_HEAD_DIM: usize = 576;
+
+/// How keys and values lie in their buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KvLayout {
+    /// Sequences packed one after another, in the order of the schedule.
+    Contiguous,
+    /// Fixed pages found through a page table.
+    Paged {
+        /// Tokens a page.
+        page_size: usize,
+    },
+}
+
+/// One kind of attention call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Problem {
+    /// Head counts and widths.
+    pub heads: HeadShape,
+    /// Which keys a row sees.
+    pub mask: Mask,
+    /// Factor of q·k; `None` = 1/sqrt(head_dim_qk).
+    pub softmax_scale: Option<f32>,
+    /// Element type of queries and of the output.
+    pub q_dtype: DType,
+    /// Element type of stored keys and values.
+    pub kv_dtype: DType,
+    /// Contiguous or paged.
+    pub kv: KvLayout,
+}
+
+impl Problem {
+    /// The factor of q·k in use.
+    pub fn scale(&self) -> f32 {
+        self.softmax_scale.unwrap_or_else(|| self.heads.default_scale())
+    }
+
+    /// Refuses what no kernel can do: zero or too wide heads, a scale that is not finite, pages of no token.
+    pub fn check(&self) -> Result<(), BadArgument> {
+        self.heads.check(OP)?;
+        for (field, d) in [("head_dim_qk", self.heads.head_dim_qk), ("head_dim_v", self.heads.head_dim_v)] {
+            if d > MAX_HEAD_DIM {
+                return Err(BadArgument::new(OP, field, d, format!("1 to {MAX_HEAD_DIM}")));
+            }
+        }
+        if self.heads.num_q_heads > 1 << 20 {
+            return Err(BadArgument::new(OP, "num_q_heads", self.heads.num_q_heads, "1 to 2^20"));
+        }
+        if let Some(s) = self.softmax_scale
+            && !s.is_finite()
+        {
+            return Err(BadArgument::new(OP, "softmax_scale", s, "a finite number"));
+        }
+        if let KvLayout::Paged { page_size } = self.kv
+            && !(1..=1 << 20).contains(&page_size)
+        {
+            return Err(BadArgument::new(OP, "page_size", page_size, "1 to 2^20 tokens"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unsupported_sizes_are_refused_by_name() {
+        let ok = Problem {
+            heads: HeadShape::new(4, 2, 64),
+            mask: Mask::CAUSAL,
+            softmax_scale: None,
+            q_dtype: DType::F32,
+            kv_dtype: DType::Bf16,
+            kv: KvLayout::Paged { page_size: 16 },
+        };
+        assert!(ok.check().is_ok());
+        let field = |p: Problem| p.check().unwrap_err().field;
+        assert_eq!(field(Problem { heads: HeadShape::new(4, 2, 577), ..ok }), "head_dim_qk");
+        assert_eq!(field(Problem { heads: HeadShape::new(4, 3, 64), ..ok }), "num_kv_heads");
+        assert_eq!(field(Problem { softmax_scale: Some(f32::NAN), ..ok }), "softmax_scale");
+        assert_eq!(field(Problem { kv: KvLayout::Paged { page_size: 0 }, ..ok }), "page_size");
+    }
+}

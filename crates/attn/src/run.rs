@@ -1,0 +1,92 @@
+//! One call: check everything, hand tasks to the threads through one counter, book what the loops did.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rayon::prelude::*;
+use suanpan_base::{BadArgument, Buf, BufMut};
+use suanpan_ledger::{AttnBooks, kernel};
+
+use crate::cpu::task::Call;
+use crate::plan::Plan;
+use crate::workspace::Workspace;
+
+/// Distances between neighbours in K or V, in elements. Within a row elements are contiguous.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Strides {
+    /// To the next token (of the same page, when paged).
+    pub token: usize,
+    /// To the next kv head.
+    pub head: usize,
+    /// To the next page; unused when contiguous.
+    pub page: usize,
+}
+
+/// The buffers of one call. Queries of all sequences are packed in schedule order; so are contiguous keys and values.
+#[derive(Debug)]
+pub struct Args<'a> {
+    /// Queries `[total_q, num_q_heads, head_dim_qk]` under `q_strides`.
+    pub q: Buf<'a>,
+    /// (token, head) strides of `q`, in elements.
+    pub q_strides: (usize, usize),
+    /// Keys.
+    pub k: Buf<'a>,
+    /// Strides of `k`.
+    pub k_strides: Strides,
+    /// Values.
+    pub v: Buf<'a>,
+    /// Strides of `v`.
+    pub v_strides: Strides,
+    /// Page ids, one row a sequence; only ids of pages with a visible key are read. Empty when contiguous.
+    pub page_table: &'a [u32],
+    /// Ids from one row of `page_table` to the next, and the most a row holds.
+    pub page_table_stride: usize,
+    /// Output `[total_q, num_q_heads, head_dim_v]` under `out_strides`, of q's element type.
+    pub out: BufMut<'a>,
+    /// (token, head) strides of `out`, in elements; rows must not overlap.
+    pub out_strides: (usize, usize),
+    /// `[num_q_heads, total_q]`, natural log; -inf where a row sees no key.
+    pub lse: Option<&'a mut [f32]>,
+}
+
+/// Runs the plan's current schedule. Adds to `books[i]` what was counted for sequence `i`.
+///
+/// Call it from inside a rayon pool. Allocates nothing. A refused call has touched neither `out` nor `books`.
+pub fn run(
+    plan: &Plan,
+    args: Args<'_>,
+    ws: &mut Workspace,
+    books: &mut [AttnBooks],
+) -> Result<(), BadArgument> {
+    crate::check::check(plan, &args, ws, books)?;
+    let call = Call::new(plan, args, ws);
+    let tasks = plan.units.len() * plan.problem.heads.num_kv_heads;
+    let workers = plan.machine.threads().min(tasks);
+    let next = AtomicUsize::new(0);
+    let work = |worker: usize| {
+        loop {
+            let task = next.fetch_add(1, Ordering::Relaxed);
+            if task >= tasks {
+                break;
+            }
+            // SAFETY: `check` passed; each task index is taken once and each worker index has a slot of its own.
+            unsafe { call.run_task(task, worker) };
+        }
+    };
+    if workers <= 1 {
+        work(0);
+    } else {
+        (0..workers).into_par_iter().with_max_len(1).for_each(work);
+    }
+    let heads = plan.problem.heads;
+    let per_key = kernel::kv_write_bytes(heads, 1, plan.problem.kv_dtype) / heads.num_kv_heads as u64;
+    for (book, (pairs, keys)) in books.iter_mut().zip(call.counts) {
+        let (pairs, keys) = (pairs.load(Ordering::Relaxed), keys.load(Ordering::Relaxed));
+        *book += AttnBooks {
+            pairs,
+            flops: kernel::forward_flops(pairs, heads),
+            kv_read_bytes: keys * per_key,
+            kv_write_bytes: 0,
+        };
+    }
+    Ok(())
+}

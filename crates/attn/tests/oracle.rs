@@ -1,0 +1,101 @@
+//! Every kernel against the oracle: lengths × heads × masks × element types × layouts × widths × instruction sets.
+
+mod common;
+use common::*;
+use suanpan_base::{DType, HeadShape, Mask};
+
+const LENGTHS: &[(usize, usize)] = &[
+    (1, 1),
+    (64, 128),
+    (128, 192),
+    (256, 256),
+    (239, 1),
+    (799, 3),
+    (113, 203),
+    (128, 217),
+    (113, 211),
+    (108, 256),
+    (256, 512),
+    (384, 256),
+    (640, 128),
+    (512, 256),
+    (1024, 1024),
+    (1023, 1024),
+    (1024, 1023),
+    (1, 3),
+    (2, 1),
+    (511, 1),
+    (3, 513),
+    (307, 256),
+    (0, 5),
+    (4, 0),
+    (0, 0),
+    (1, 4099),
+    (2, 2048),
+    (7, 1500),
+    (33, 3000),
+];
+const MASKS: [Mask; 4] =
+    [Mask::FULL, Mask::CAUSAL, Mask::window(57), Mask { left: Some(130), right: Some(5) }];
+const TYPES: [(DType, DType); 4] = [
+    (DType::F32, DType::F32),
+    (DType::F32, DType::Bf16),
+    (DType::Bf16, DType::Bf16),
+    (DType::Bf16, DType::F32),
+];
+const PAGES: [Option<usize>; 4] = [None, Some(16), Some(1), Some(64)];
+const WIDTHS: [usize; 8] = [64, 128, 40, 80, 1, 96, 192, 256];
+
+/// (num_q_heads, num_kv_heads): each query head its own, groups, one for all.
+const GROUPS: [(usize, usize); 4] = [(2, 2), (6, 2), (5, 1), (3, 1)];
+
+#[test]
+fn lengths_heads_and_masks_agree_with_the_oracle() {
+    let mut n = 0;
+    for &(q, k) in LENGTHS {
+        for (heads, kv_heads) in GROUPS {
+            for mask in MASKS {
+                // Types, layouts and widths turn at their own speeds, so that all pairs meet.
+                let (q_dtype, kv_dtype) = TYPES[n % 4];
+                let d = if q * k > 200_000 { WIDTHS[n % 2] } else { WIDTHS[n % 7] };
+                let mut c =
+                    Case::new(HeadShape::new(heads, kv_heads, d), mask, &[(q, k)]).dtypes(q_dtype, kv_dtype);
+                c.page_size = PAGES[n / 3 % 4];
+                c.seed = n as u64 + 1;
+                let data = Data::random(&c);
+                judge(&c, &data, &run_case(&c, &data, &machine(2), POISONS[n % 3]));
+                n += 1;
+            }
+        }
+    }
+}
+
+#[test]
+fn every_width_type_and_layout_agrees_on_every_instruction_set() {
+    for machine in machines() {
+        for d in WIDTHS {
+            for (i, (q_dtype, kv_dtype)) in TYPES.into_iter().enumerate() {
+                for page_size in PAGES {
+                    let lengths = [(37, 150), (1, 131), (2, 300), (9, 9)];
+                    let mut c = Case::new(HeadShape::new(4, 2, d), MASKS[(i + d) % 4], &lengths);
+                    c = c.dtypes(q_dtype, kv_dtype);
+                    c.page_size = page_size;
+                    let data = Data::random(&c);
+                    judge(&c, &data, &run_case(&c, &data, &machine, f32::NAN));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn keys_and_values_of_different_widths_up_to_the_widest() {
+    for (dqk, dv) in [(192, 128), (576, 512), (576, 576), (3, 577 - 20), (64, 1), (1, 64), (33, 17)] {
+        for lengths in [[(40, 200)], [(2, 290)]] {
+            let heads = HeadShape { num_q_heads: 4, num_kv_heads: 1, head_dim_qk: dqk, head_dim_v: dv };
+            let c = Case::new(heads, Mask::CAUSAL, &lengths).dtypes(DType::F32, DType::Bf16).paged(16);
+            let data = Data::random(&c);
+            judge(&c, &data, &run_case(&c, &data, &machine(1), f32::NAN));
+        }
+    }
+}

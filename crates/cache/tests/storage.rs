@@ -1,0 +1,147 @@
+//! Every write lands in its own slot and nowhere else, whatever the page table, the heads and the type.
+
+use half::bf16;
+use proptest::prelude::*;
+use suanpan_base::{Buf, DType, HeadShape};
+use suanpan_cache::{KvStorage, LayerShape, PagePool, PageTable};
+
+fn shape(num_kv_heads: usize, head_dim_qk: usize, head_dim_v: usize, dtype: DType) -> LayerShape {
+    let heads = HeadShape { num_q_heads: num_kv_heads, num_kv_heads, head_dim_qk, head_dim_v };
+    LayerShape { heads, dtype }
+}
+
+/// A value that names where it belongs; every one is exact in bf16.
+fn value(side: usize, token: usize, head: usize, dim: usize) -> f32 {
+    let bits = 0x3f80 + ((side * 31 + token * 7 + head * 3 + dim) % 0x3000) as u16;
+    bf16::from_bits(bits).to_f32()
+}
+
+fn fill_with_nan(storage: &mut KvStorage, layer: usize, shape: LayerShape) {
+    let slots: Vec<u64> = (0..(storage.num_pages() * storage.page_size()) as u64).collect();
+    let rows = |head_dim: usize| vec![f32::NAN; slots.len() * shape.heads.num_kv_heads * head_dim];
+    storage.write(layer, &slots, &rows(shape.heads.head_dim_qk), &rows(shape.heads.head_dim_v));
+}
+
+/// Finds element (page, head, slot, dim) through the strides.
+fn at(
+    buf: Buf<'_>,
+    strides: (usize, usize, usize),
+    page: usize,
+    head: usize,
+    slot: usize,
+    dim: usize,
+) -> f32 {
+    buf.get(page * strides.2 + head * strides.1 + slot * strides.0 + dim)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn each_written_row_is_found_at_its_slot_and_the_rest_stays_nan(
+        page_size in 1usize..9, kv_heads in 1usize..4, dims in (1usize..20, 1usize..20),
+        tokens in 0usize..20, order in any::<u64>(), wide in any::<bool>(),
+    ) {
+        let dtype = if wide { DType::F32 } else { DType::Bf16 };
+        let shape = shape(kv_heads, dims.0, dims.1, dtype);
+        let num_pages = 24;
+        let mut storage = KvStorage::new(&[shape, shape], num_pages, page_size).unwrap();
+        for layer in 0..2 {
+            fill_with_nan(&mut storage, layer, shape);
+        }
+        // A table whose ids are in no order: pages are taken one by one and some are given back in between.
+        let pool = PagePool::new(num_pages, page_size).unwrap();
+        let mut all: Vec<_> = std::iter::from_fn(|| pool.alloc()).collect();
+        let mut x = order | 1;
+        while !all.is_empty() {
+            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            drop(all.swap_remove((x >> 33) as usize % all.len()));
+        }
+        let mut table = PageTable::new(&pool);
+        table.reserve(tokens).unwrap();
+        let slots: Vec<u64> = (0..tokens).map(|p| table.slot(p)).collect();
+        let rows = |side: usize, head_dim: usize| -> Vec<f32> {
+            (0..tokens * kv_heads * head_dim)
+                .map(|i| value(side, i / head_dim / kv_heads, i / head_dim % kv_heads, i % head_dim))
+                .collect()
+        };
+        let written = storage.write(1, &slots, &rows(0, dims.0), &rows(1, dims.1));
+        prop_assert_eq!(written, (tokens * kv_heads * (dims.0 + dims.1) * dtype.bytes()) as u64);
+
+        let mut numbers = 0;
+        for (side, head_dim, buf, strides) in [
+            (0, dims.0, storage.k(1), storage.k_strides(1)),
+            (1, dims.1, storage.v(1), storage.v_strides(1)),
+        ] {
+            prop_assert_eq!(strides, (head_dim, page_size * head_dim, kv_heads * page_size * head_dim));
+            for token in 0..tokens {
+                for head in 0..kv_heads {
+                    for dim in 0..head_dim {
+                        let page = table.ids()[token / page_size] as usize;
+                        let found = at(buf, strides, page, head, token % page_size, dim);
+                        prop_assert_eq!(found, value(side, token, head, dim));
+                    }
+                }
+            }
+            numbers += (0..buf.len()).filter(|&i| !buf.get(i).is_nan()).count();
+        }
+        prop_assert_eq!(numbers, tokens * kv_heads * (dims.0 + dims.1), "nothing else was written");
+        let untouched = [storage.k(0), storage.v(0)].iter().all(|b| (0..b.len()).all(|i| b.get(i).is_nan()));
+        prop_assert!(untouched, "the other layer was written");
+    }
+}
+
+#[test]
+fn sizes_are_exact_and_new_storage_is_zero() {
+    let layers = [shape(3, 64, 64, DType::Bf16), shape(2, 96, 32, DType::F32)];
+    let storage = KvStorage::new(&layers, 5, 16).unwrap();
+    let per_page = 16 * (3 * 128 * 2 + 2 * 128 * 4);
+    assert_eq!((storage.bytes_per_page(), storage.bytes()), (per_page, 5 * per_page));
+    assert_eq!(storage.k(1).len(), 5 * 16 * 2 * 96);
+    assert!((0..storage.v(1).len()).all(|i| storage.v(1).get(i) == 0.0));
+}
+
+#[test]
+fn impossible_storage_is_refused_before_it_is_allocated() {
+    let layer = shape(8, 128, 128, DType::Bf16);
+    let field = |layers: &[LayerShape], pages, size| KvStorage::new(layers, pages, size).err().unwrap().field;
+    assert_eq!(field(&[], 1, 1), "layers");
+    assert_eq!(field(&[layer], 0, 1), "num_pages");
+    assert_eq!(field(&[layer], 1, 0), "page_size");
+    assert_eq!(field(&[shape(0, 1, 1, DType::F32)], 1, 1), "num_q_heads");
+    assert!(field(&[layer], usize::MAX / 2, 16).contains("num_pages"));
+    assert!(field(&[shape(8, usize::MAX / 2, 1, DType::F32)], 1, 16).contains("head_dim"));
+    let e = KvStorage::new(&[layer; 32], 1 << 30, 16).err().unwrap().to_string();
+    assert!(e.contains(&(32u64 * (1 << 34) * 4096).to_string()), "{e}");
+}
+
+#[test]
+#[should_panic(expected = "slot 32 of 32")]
+fn a_slot_past_the_storage_is_not_written() {
+    let mut storage = KvStorage::new(&[shape(1, 2, 2, DType::F32)], 2, 16).unwrap();
+    storage.write(0, &[0, 32], &[1.0; 4], &[1.0; 4]);
+}
+
+#[test]
+#[should_panic(expected = "values of 2 tokens")]
+fn rows_that_do_not_fit_the_slots_are_not_written() {
+    let mut storage = KvStorage::new(&[shape(1, 2, 2, DType::F32)], 2, 16).unwrap();
+    storage.write(0, &[0, 1], &[1.0; 4], &[1.0; 3]);
+}
+
+/// Untouched pages cost no memory: a pool sized for the longest context is free until it is used.
+#[cfg(target_os = "linux")]
+#[test]
+fn storage_becomes_resident_only_as_it_is_written() {
+    let resident = || -> u64 {
+        let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+        statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+    };
+    let before = resident();
+    let layer = shape(8, 128, 128, DType::F32);
+    let mut storage = KvStorage::new(&[layer; 4], 4096, 16).unwrap();
+    assert_eq!(storage.bytes(), 4 * 4096 * 16 * 8192);
+    storage.write(2, &[77], &[1.0; 1024], &[1.0; 1024]);
+    let grown = resident().saturating_sub(before);
+    assert!(grown < 64 << 20, "{grown} bytes became resident of {}", storage.bytes());
+}

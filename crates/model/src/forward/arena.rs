@@ -1,0 +1,125 @@
+//! The activations of a step: one aligned allocation, planned once from the model and the limits, cut into named rows.
+
+use bytemuck::{Pod, Zeroable};
+use suanpan_base::BadArgument;
+use suanpan_base::error::checked_product;
+
+use crate::config::ModelConfig;
+
+/// One cache line: the unit in which buffers are placed.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C, align(64))]
+struct Line([f32; LINE]);
+
+const LINE: usize = 16;
+
+/// Elements of each buffer, rounded up to whole lines.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    hidden: usize,
+    q: usize,
+    k: usize,
+    v: usize,
+    out: usize,
+    inter: usize,
+    logits: usize,
+}
+
+/// All activation buffers of an executor.
+pub(super) struct Arena {
+    data: Vec<Line>,
+    sizes: Sizes,
+}
+
+/// The buffers at one moment. Attention's and the MLP's rows share memory: they are never alive together.
+pub(super) struct Views<'a> {
+    /// Residual stream, `[rows, hidden_size]`.
+    pub x: &'a mut [f32],
+    /// Normalised rows, `[rows, hidden_size]`; after a step the rows that get logits.
+    pub h: &'a mut [f32],
+    /// `[logit rows, vocab_size]`.
+    pub logits: &'a mut [f32],
+    scratch: &'a mut [f32],
+    sizes: Sizes,
+}
+
+/// Buffers of attention: `[rows, heads * head_dim]` each.
+pub(super) struct AttnViews<'a> {
+    pub q: &'a mut [f32],
+    pub k: &'a mut [f32],
+    pub v: &'a mut [f32],
+    pub out: &'a mut [f32],
+}
+
+/// Buffers of the MLP: `[rows, intermediate_size]` each.
+pub(super) struct FfnViews<'a> {
+    pub gate: &'a mut [f32],
+    pub up: &'a mut [f32],
+    /// `silu(gate) * up`.
+    pub act: &'a mut [f32],
+}
+
+impl Arena {
+    /// Buffers for steps of at most `max_tokens` rows and `logit_rows` rows of logits at once.
+    pub(super) fn new(
+        config: &ModelConfig,
+        max_tokens: usize,
+        logit_rows: usize,
+    ) -> Result<Arena, BadArgument> {
+        let lines = |field: &str, rows: usize, cols: usize| {
+            checked_product("executor", field, &[rows, cols, size_of::<f32>()])
+                .map(|bytes| (bytes / size_of::<f32>()).next_multiple_of(LINE))
+        };
+        let heads = config.heads;
+        let sizes = Sizes {
+            hidden: lines("hidden_size", max_tokens, config.hidden_size)?,
+            q: lines("num_q_heads", max_tokens, heads.num_q_heads * heads.head_dim_qk)?,
+            k: lines("num_kv_heads", max_tokens, heads.num_kv_heads * heads.head_dim_qk)?,
+            v: lines("num_kv_heads", max_tokens, heads.num_kv_heads * heads.head_dim_v)?,
+            out: lines("num_q_heads", max_tokens, heads.num_q_heads * heads.head_dim_v)?,
+            inter: lines("intermediate_size", max_tokens, config.intermediate_size)?,
+            logits: lines("vocab_size", logit_rows, config.vocab_size)?,
+        };
+        let total = 2 * sizes.hidden + sizes.logits + sizes.scratch();
+        // Zeroed by the system: a page becomes resident when a step first writes it.
+        Ok(Arena { data: bytemuck::allocation::zeroed_vec(total / LINE), sizes })
+    }
+
+    /// Bytes of the whole arena.
+    pub(super) fn bytes(&self) -> usize {
+        self.data.len() * size_of::<Line>()
+    }
+
+    /// All buffers.
+    pub(super) fn views(&mut self) -> Views<'_> {
+        let sizes = self.sizes;
+        let all: &mut [f32] = bytemuck::cast_slice_mut(&mut self.data);
+        let (x, rest) = all.split_at_mut(sizes.hidden);
+        let (h, rest) = rest.split_at_mut(sizes.hidden);
+        let (scratch, logits) = rest.split_at_mut(sizes.scratch());
+        Views { x, h, logits, scratch, sizes }
+    }
+}
+
+impl Sizes {
+    fn scratch(&self) -> usize {
+        (self.q + self.k + self.v + self.out).max(3 * self.inter)
+    }
+}
+
+impl Views<'_> {
+    /// The scratch rows as attention's buffers.
+    pub(super) fn attn(&mut self) -> AttnViews<'_> {
+        let (q, rest) = self.scratch.split_at_mut(self.sizes.q);
+        let (k, rest) = rest.split_at_mut(self.sizes.k);
+        let (v, rest) = rest.split_at_mut(self.sizes.v);
+        AttnViews { q, k, v, out: &mut rest[..self.sizes.out] }
+    }
+
+    /// The scratch rows as the MLP's buffers, cut to `n` elements.
+    pub(super) fn ffn(&mut self, n: usize) -> FfnViews<'_> {
+        let (gate, rest) = self.scratch.split_at_mut(self.sizes.inter);
+        let (up, act) = rest.split_at_mut(self.sizes.inter);
+        FfnViews { gate: &mut gate[..n], up: &mut up[..n], act: &mut act[..n] }
+    }
+}

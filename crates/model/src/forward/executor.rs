@@ -1,0 +1,331 @@
+//! The executor: buffers and plans made once from the model and the limits, then steps that allocate nothing.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use rayon::ThreadPool;
+use suanpan_attn::{KvLayout, Limits, Machine, Plan, Problem, Workspace};
+use suanpan_base::{BadArgument, DType, Mask, SeqLen};
+use suanpan_cache::{KvStorage, LayerShape};
+use suanpan_ledger::{AttnBooks, kernel};
+use suanpan_ops::{self as ops, LinearInput, LinearOut, LinearWorkspace, Precision, RopeTable};
+
+use crate::error::ModelError;
+use crate::load::Model;
+use crate::rope;
+use crate::weights::{LayerWeights, Tensor, Weights};
+
+use super::arena::Arena;
+use super::batch::{self, ExecOptions, StepBatch, StepSeq};
+use super::layer::Ctx;
+use super::rows;
+use super::times::{Op, OpTimes, Watch};
+
+/// Most rows of logits that [`Executor::logits`] computes in one call.
+pub const MAX_LOGIT_ROWS: usize = 64;
+
+/// Runs one model. See [`Executor::step`].
+pub struct Executor {
+    pool: Arc<ThreadPool>,
+    core: Core,
+}
+
+/// Everything but the pool, so that a step can run inside it.
+struct Core {
+    model: Arc<Model>,
+    opts: ExecOptions,
+    arena: Arena,
+    /// One plan for each mask that occurs.
+    plans: Vec<(Mask, Plan)>,
+    /// Which plan a layer uses.
+    layer_plans: Vec<usize>,
+    attn: Workspace,
+    input: LinearInput,
+    linear: LinearWorkspace,
+    rope: RopeTable,
+    lens: Vec<SeqLen>,
+    positions: Vec<u32>,
+    slots: Vec<u64>,
+    books: Vec<AttnBooks>,
+    logit_rows: usize,
+    watch: Watch,
+}
+
+impl Executor {
+    /// Plans every buffer for steps within `opts`. Refuses options that the model or a kernel cannot honour.
+    pub fn new(model: Arc<Model>, opts: ExecOptions) -> Result<Executor, ModelError> {
+        opts.check(model.config.max_position_embeddings)?;
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(opts.threads)
+            .thread_name(|i| format!("suanpan-{i}"))
+            .build()
+            .map_err(|e| {
+                BadArgument::new("executor", "threads", format!("{} ({e})", opts.threads), "fewer threads")
+            })?;
+        let core = pool.install(|| Core::new(model, opts))?;
+        Ok(Executor { pool: Arc::new(pool), core })
+    }
+
+    /// The executor's threads. A caller that runs its whole loop inside (`pool().install`) saves a hand-over at each step,
+    /// and with it the only memory a step may ask for: the pool's own queue, one block in 63 hand-overs from outside.
+    pub fn pool(&self) -> Arc<ThreadPool> {
+        Arc::clone(&self.pool)
+    }
+
+    /// The model it runs.
+    pub fn model(&self) -> &Arc<Model> {
+        &self.core.model
+    }
+
+    /// The options it was planned for.
+    pub fn options(&self) -> &ExecOptions {
+        &self.core.opts
+    }
+
+    /// Shapes of the storage that [`Executor::step`] takes, one for each layer.
+    pub fn kv_layers(&self) -> Vec<LayerShape> {
+        let config = &self.core.model.config;
+        vec![LayerShape { heads: config.heads, dtype: self.core.opts.kv_dtype }; config.layers.len()]
+    }
+
+    /// Bytes of the activations, planned once.
+    pub fn arena_bytes(&self) -> usize {
+        self.core.arena.bytes()
+    }
+
+    /// The attention plans in words: kernel, tiles, splits and why.
+    pub fn plans(&self) -> impl Iterator<Item = &Plan> {
+        self.core.plans.iter().map(|(_, plan)| plan)
+    }
+
+    /// Runs the batch's new tokens through all layers; their keys and values go to the pages of the page table.
+    ///
+    /// A refused batch has changed nothing. After `Ok`, [`Executor::logits`] and [`Executor::books`] speak of this step.
+    pub fn step(&mut self, batch: &StepBatch, kv: &mut KvStorage) -> Result<(), ModelError> {
+        let Executor { pool, core } = self;
+        core.check(batch, kv)?;
+        pool.install(|| core.step(batch, kv))
+    }
+
+    /// Rows of the last step that have logits: sequence after sequence, position after position.
+    pub fn num_logit_rows(&self) -> usize {
+        self.core.logit_rows
+    }
+
+    /// Logits `[rows.len(), vocab_size]` of some of the last step's logit rows, computed now.
+    ///
+    /// Panics when `rows` passes [`Executor::num_logit_rows`] or asks for more than [`MAX_LOGIT_ROWS`]: the caller cuts.
+    pub fn logits(&mut self, rows: Range<usize>) -> &[f32] {
+        assert!(
+            rows.start <= rows.end && rows.end <= self.core.logit_rows,
+            "rows {rows:?} of {}",
+            self.core.logit_rows
+        );
+        assert!(
+            rows.len() <= MAX_LOGIT_ROWS,
+            "{} rows of logits at once; at most {MAX_LOGIT_ROWS}",
+            rows.len()
+        );
+        let Executor { pool, core } = self;
+        let n = rows.len() * core.model.config.vocab_size;
+        if n > 0 {
+            pool.install(|| core.lm_head(rows));
+        }
+        &core.arena.views().logits[..n]
+    }
+
+    /// What attention did in the last step, counted, one entry for each sequence, summed over layers.
+    pub fn books(&self) -> &[AttnBooks] {
+        &self.core.books
+    }
+
+    /// What attention should do for `seq` in one step, summed over layers: from the plans and the ledger.
+    pub fn predicted(&self, seq: &StepSeq) -> AttnBooks {
+        let core = &self.core;
+        let heads = core.model.config.heads;
+        let write = kernel::kv_write_bytes(heads, seq.extend_len, core.opts.kv_dtype);
+        let layer = |&p: &usize| AttnBooks { kv_write_bytes: write, ..core.plans[p].1.predicted(seq.len()) };
+        core.layer_plans.iter().map(layer).sum()
+    }
+
+    /// Starts (from zero) or stops timing each kind of operation.
+    pub fn time_ops(&mut self, on: bool) {
+        self.core.watch.enable(on);
+    }
+
+    /// Times since timing was started; `None` while off.
+    pub fn op_times(&self) -> Option<OpTimes> {
+        self.core.watch.times()
+    }
+}
+
+impl Core {
+    fn new(model: Arc<Model>, opts: ExecOptions) -> Result<Core, ModelError> {
+        let config = &model.config;
+        let heads = config.heads;
+        let machine = Machine::detect(opts.threads);
+        let limits = Limits {
+            max_seqs: opts.max_seqs,
+            max_total_q: opts.max_tokens,
+            max_seqlen_k: opts.max_model_len,
+        };
+        let mut plans: Vec<(Mask, Plan)> = Vec::new();
+        let mut layer_plans = Vec::with_capacity(config.layers.len());
+        for layer in &config.layers {
+            let mask = layer.window.map_or(Mask::CAUSAL, Mask::window);
+            let known = plans.iter().position(|(m, _)| *m == mask);
+            let index = known.unwrap_or(plans.len());
+            if known.is_none() {
+                let problem = Problem {
+                    heads,
+                    mask,
+                    softmax_scale: config.softmax_scale,
+                    q_dtype: DType::F32,
+                    kv_dtype: opts.kv_dtype,
+                    kv: KvLayout::Paged { page_size: opts.page_size },
+                };
+                plans.push((mask, Plan::new(&problem, &machine, limits)?));
+            }
+            layer_plans.push(index);
+        }
+        let attn = Workspace::for_plans(&plans.iter().map(|(_, p)| p).collect::<Vec<_>>());
+        let o_cols = heads.num_q_heads * heads.head_dim_v;
+        let kv_cols = heads.num_kv_heads * heads.head_dim_qk.max(heads.head_dim_v);
+        let max_cols = config.hidden_size.max(o_cols).max(config.intermediate_size);
+        let max_out = max_cols.max(config.vocab_size).max(kv_cols).max(heads.num_q_heads * heads.head_dim_qk);
+        let max_rows = opts.max_tokens.max(MAX_LOGIT_ROWS);
+        let inv_freq = rope::inv_freq(&config.rope, heads.head_dim_qk);
+        Ok(Core {
+            arena: Arena::new(config, opts.max_tokens, MAX_LOGIT_ROWS.min(opts.max_tokens))?,
+            attn,
+            plans,
+            layer_plans,
+            input: linear_input(&model.weights, max_rows, max_cols, opts.precision),
+            linear: LinearWorkspace::new(max_rows, max_cols, max_out, opts.threads),
+            rope: RopeTable::new(&inv_freq, config.rope.attention_factor, opts.max_model_len),
+            lens: Vec::with_capacity(opts.max_seqs),
+            positions: Vec::with_capacity(opts.max_tokens),
+            slots: Vec::with_capacity(opts.max_tokens),
+            books: Vec::with_capacity(opts.max_seqs),
+            logit_rows: 0,
+            watch: Watch::default(),
+            model,
+            opts,
+        })
+    }
+
+    fn check(&self, batch: &StepBatch, kv: &KvStorage) -> Result<(), ModelError> {
+        let config = &self.model.config;
+        let limits =
+            batch::Limits { opts: &self.opts, vocab_size: config.vocab_size, num_pages: kv.num_pages() };
+        batch::check(batch, &limits)?;
+        let heads = config.heads;
+        let page = |dim| (dim, self.opts.page_size * dim, heads.num_kv_heads * self.opts.page_size * dim);
+        let fits = kv.num_layers() == config.layers.len()
+            && (0..kv.num_layers()).all(|i| {
+                kv.k(i).dtype() == self.opts.kv_dtype
+                    && kv.k_strides(i) == page(heads.head_dim_qk)
+                    && kv.v_strides(i) == page(heads.head_dim_v)
+            });
+        if !fits {
+            let asked = format!("{} layers of pages of {} tokens", kv.num_layers(), kv.page_size());
+            return Err(
+                BadArgument::new("step", "kv", asked, "storage made from kv_layers() and page_size").into()
+            );
+        }
+        Ok(())
+    }
+
+    /// Positions, slots and plans of this step.
+    fn prepare(&mut self, batch: &StepBatch) -> Result<(), ModelError> {
+        let page_size = self.opts.page_size;
+        self.lens.clear();
+        self.positions.clear();
+        self.slots.clear();
+        self.books.clear();
+        for (i, seq) in batch.seqs.iter().enumerate() {
+            let row = &batch.page_table[i * batch.page_table_stride..];
+            self.lens.push(seq.len());
+            self.books.push(AttnBooks::default());
+            for position in seq.cached_len..seq.cached_len + seq.extend_len {
+                let page = row[position / page_size] as u64;
+                self.positions.push(position as u32);
+                self.slots.push(page * page_size as u64 + (position % page_size) as u64);
+            }
+        }
+        for (_, plan) in &mut self.plans {
+            plan.schedule(&self.lens)?;
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, batch: &StepBatch, kv: &mut KvStorage) -> Result<(), ModelError> {
+        self.logit_rows = 0;
+        self.watch.start();
+        self.prepare(batch)?;
+        self.watch.mark(Op::Attn);
+        let Core { model, arena, plans, layer_plans, books, .. } = self;
+        let (config, weights) = (&model.config, &model.weights);
+        let (rows, hidden) = (batch.tokens.len(), config.hidden_size);
+        let mut views = arena.views();
+        ops::embed(weights.embed.weight(), &batch.tokens, &mut views.x[..rows * hidden])?;
+        self.watch.mark(Op::Embed);
+        let mut ctx = Ctx {
+            config,
+            batch,
+            positions: &self.positions,
+            slots: &self.slots,
+            rope: &self.rope,
+            input: &mut self.input,
+            linear: &mut self.linear,
+            attn: &mut self.attn,
+            watch: &mut self.watch,
+        };
+        let last = config.layers.len() - 1;
+        let mut live = rows;
+        for (i, layer) in weights.layers.iter().enumerate() {
+            ctx.attend(i, layer, &plans[layer_plans[i]].1, &mut views, kv, books)?;
+            if i == last {
+                // Nobody reads the other rows after this layer's attention.
+                let o_cols = config.heads.num_q_heads * config.heads.head_dim_v;
+                rows::compact_logit_rows(&batch.seqs, views.attn().out, o_cols);
+                live = rows::compact_logit_rows(&batch.seqs, views.x, hidden);
+            }
+            if live > 0 {
+                ctx.project(layer, live, &mut views);
+            }
+        }
+        if live > 0 {
+            let n = live * hidden;
+            let eps = config.rms_norm_eps;
+            ops::rms_norm(&views.x[..n], &weights.final_norm, eps, &mut views.h[..n], live, hidden);
+            self.watch.mark(Op::Norm);
+        }
+        self.logit_rows = live;
+        Ok(())
+    }
+
+    fn lm_head(&mut self, rows: Range<usize>) {
+        let config = &self.model.config;
+        let (hidden, vocab) = (config.hidden_size, config.vocab_size);
+        self.watch.start();
+        let views = self.arena.views();
+        self.input.set(&views.h[rows.start * hidden..rows.end * hidden], rows.len(), hidden);
+        let out = LinearOut { data: views.logits, row_stride: vocab, add: false };
+        ops::linear(&mut [(self.model.weights.lm_head.weight(), out)], &self.input, &mut self.linear);
+        self.watch.mark(Op::LmHead);
+    }
+}
+
+/// Room for the inputs of every product. Where no weight needs them in f32, they are held in 8 bits only.
+fn linear_input(weights: &Weights, max_rows: usize, max_cols: usize, precision: Precision) -> LinearInput {
+    let quantised = |t: &Tensor| t.format().is_quantised();
+    let layer = |l: &LayerWeights| {
+        let ffn = l.ffn.as_ref().is_none_or(|f| [&f.gate, &f.up, &f.down].into_iter().all(quantised));
+        ffn && [&l.q, &l.k, &l.v, &l.o].into_iter().all(quantised)
+    };
+    if precision == Precision::Int8 && quantised(&weights.lm_head) && weights.layers.iter().all(layer) {
+        return LinearInput::quantised_only(max_rows, max_cols);
+    }
+    LinearInput::new(max_rows, max_cols, precision)
+}

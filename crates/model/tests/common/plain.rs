@@ -1,0 +1,184 @@
+//! A transformer written as its equations, token by token, without cache, tiles or threads, in f64 or f32.
+//!
+//! In f64 it is the oracle; in f32 it shows what rounding alone does, which sets the tolerance.
+
+use half::bf16;
+use suanpan_base::{Mask, SeqLen};
+use suanpan_model::{Model, Tensor, rope};
+use suanpan_ops::RopeStyle;
+
+/// The arithmetic that both precisions need.
+pub trait Real:
+    Copy + PartialOrd + std::ops::Add<Output = Self> + std::ops::Mul<Output = Self> + std::ops::Div<Output = Self>
+{
+    fn of(x: f64) -> Self;
+    fn to(self) -> f64;
+}
+
+impl Real for f64 {
+    fn of(x: f64) -> f64 {
+        x
+    }
+    fn to(self) -> f64 {
+        self
+    }
+}
+
+impl Real for f32 {
+    fn of(x: f64) -> f32 {
+        x as f32
+    }
+    fn to(self) -> f64 {
+        f64::from(self)
+    }
+}
+
+/// What of the run differs from a prompt at position 0 in full precision.
+#[derive(Clone, Copy, Default)]
+pub struct Setting {
+    /// Position of the first token.
+    pub start: usize,
+    /// All-zero keys and values that stand before the first token in every layer.
+    pub zero_keys: usize,
+    /// Keys and values are rounded to bf16, as a bf16 cache does.
+    pub bf16_kv: bool,
+}
+
+fn matvec<R: Real>(w: &Tensor, x: &[R]) -> Vec<R> {
+    let (w, cols) = (w.to_f32(), x.len());
+    w.chunks_exact(cols)
+        .map(|row| row.iter().zip(x).fold(R::of(0.0), |s, (&w, &x)| s + R::of(f64::from(w)) * x))
+        .collect()
+}
+
+fn norm<R: Real>(x: &[R], w: &[f32], eps: f32) -> Vec<R> {
+    let sum = x.iter().fold(R::of(0.0), |s, &v| s + v * v);
+    let mean = sum / R::of(x.len() as f64) + R::of(f64::from(eps));
+    let inv = R::of(1.0 / mean.to().sqrt());
+    x.iter().zip(w).map(|(&x, &w)| x * inv * R::of(f64::from(w))).collect()
+}
+
+fn rotate<R: Real>(x: &mut [R], head_dim: usize, position: usize, freq: &[f64], style: RopeStyle) {
+    for head in x.chunks_exact_mut(head_dim) {
+        for (i, f) in freq.iter().enumerate() {
+            let (a, b) = match style {
+                RopeStyle::Half => (i, i + head_dim / 2),
+                RopeStyle::Interleaved => (2 * i, 2 * i + 1),
+            };
+            let (sin, cos) = (position as f64 * f).sin_cos();
+            let (sin, cos, minus) = (R::of(sin), R::of(cos), R::of(-sin));
+            (head[a], head[b]) = (head[a] * cos + head[b] * minus, head[a] * sin + head[b] * cos);
+        }
+    }
+}
+
+fn attend<R: Real>(model: &Model, mask: Mask, q: &[Vec<R>], k: &[Vec<R>], v: &[Vec<R>]) -> Vec<Vec<R>> {
+    let heads = model.config.heads;
+    let (dq, dv) = (heads.head_dim_qk, heads.head_dim_v);
+    let scale = R::of(f64::from(model.config.softmax_scale.unwrap_or(heads.default_scale())));
+    let len = SeqLen { seqlen_q: q.len(), seqlen_k: k.len() };
+    let row = |i: usize, h: usize| {
+        let g = h / heads.group_size();
+        let seen = mask.visible(len, i);
+        let scores: Vec<R> = seen
+            .clone()
+            .map(|p| {
+                let pairs = q[i][h * dq..][..dq].iter().zip(&k[p][g * dq..][..dq]);
+                scale * pairs.fold(R::of(0.0), |s, (&a, &b)| s + a * b)
+            })
+            .collect();
+        let max = scores.iter().map(|s| s.to()).fold(f64::NEG_INFINITY, f64::max);
+        let weights: Vec<R> = scores.iter().map(|s| R::of((s.to() - max).exp())).collect();
+        let sum = weights.iter().fold(R::of(0.0), |s, &w| s + w);
+        (0..dv)
+            .map(|d| seen.clone().zip(&weights).fold(R::of(0.0), |s, (p, &w)| s + w * v[p][g * dv + d]) / sum)
+            .collect::<Vec<R>>()
+    };
+    (0..q.len()).map(|i| (0..heads.num_q_heads).flat_map(|h| row(i, h)).collect()).collect()
+}
+
+fn add<R: Real>(x: &mut [R], y: &[R]) {
+    for (x, &y) in x.iter_mut().zip(y) {
+        *x = *x + y;
+    }
+}
+
+/// All positions' logits, `[tokens, vocab]` flat, widened to f64.
+pub fn logits<R: Real>(model: &Model, tokens: &[u32], set: Setting) -> Vec<f64> {
+    let (c, w) = (&model.config, &model.weights);
+    let freq = rope::inv_freq(&c.rope, c.heads.head_dim_qk);
+    let embed = w.embed.to_f32();
+    let row =
+        |t: u32| embed[t as usize * c.hidden_size..][..c.hidden_size].iter().map(|&x| R::of(f64::from(x)));
+    let mut x: Vec<Vec<R>> = tokens.iter().map(|&t| row(t).collect()).collect();
+    let store = |y: Vec<R>| -> Vec<R> {
+        if !set.bf16_kv {
+            return y;
+        }
+        y.into_iter().map(|v| R::of(f64::from(bf16::from_f64(v.to())))).collect()
+    };
+    for (config, layer) in c.layers.iter().zip(&w.layers) {
+        let width = c.heads.num_kv_heads;
+        let mut q = Vec::new();
+        let mut k = vec![vec![R::of(0.0); width * c.heads.head_dim_qk]; set.zero_keys];
+        let mut v = vec![vec![R::of(0.0); width * c.heads.head_dim_v]; set.zero_keys];
+        for (i, x) in x.iter().enumerate() {
+            let h = norm(x, &layer.attn_norm, c.rms_norm_eps);
+            let (mut qi, mut ki) = (matvec(&layer.q, &h), matvec(&layer.k, &h));
+            if config.rope {
+                rotate(&mut qi, c.heads.head_dim_qk, set.start + i, &freq, c.rope_style);
+                rotate(&mut ki, c.heads.head_dim_qk, set.start + i, &freq, c.rope_style);
+            }
+            q.push(qi);
+            k.push(store(ki));
+            v.push(store(matvec(&layer.v, &h)));
+        }
+        let mask = config.window.map_or(Mask::CAUSAL, Mask::window);
+        let o = attend(model, mask, &q, &k, &v);
+        for (x, o) in x.iter_mut().zip(&o) {
+            add(x, &matvec(&layer.o, o));
+            let Some(ffn) = &layer.ffn else { continue };
+            let h = norm(x, &ffn.norm, c.rms_norm_eps);
+            let (gate, up) = (matvec(&ffn.gate, &h), matvec(&ffn.up, &h));
+            let silu = |g: R| g / R::of(1.0 + (-g.to()).exp());
+            let act: Vec<R> = gate.iter().zip(&up).map(|(&g, &u)| silu(g) * u).collect();
+            add(x, &matvec(&ffn.down, &act));
+        }
+    }
+    let last = |x: &Vec<R>| matvec(&w.lm_head, &norm(x, &w.final_norm, c.rms_norm_eps));
+    x.iter().flat_map(|x| last(x).into_iter().map(Real::to)).collect()
+}
+
+/// What a stack may differ from the oracle: twice what plain arithmetic in f32 differs, plus one rounding of the largest logit.
+pub struct Bound {
+    pub exact: Vec<f64>,
+    pub tolerance: f64,
+}
+
+impl Bound {
+    pub fn new(model: &Model, tokens: &[u32], set: Setting) -> Bound {
+        // The oracle keeps exact keys and values: what a bf16 cache loses is part of what plain arithmetic loses.
+        let exact = logits::<f64>(model, tokens, Setting { bf16_kv: false, ..set });
+        let plain = logits::<f32>(model, tokens, set);
+        let off = exact.iter().zip(&plain).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        let largest = exact.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+        Bound { exact, tolerance: 2.0 * off + largest * f64::from(f32::EPSILON) }
+    }
+
+    /// Panics when `got`, the logits from row `first` on, is further away than the tolerance.
+    pub fn check(&self, what: &str, first_elem: usize, got: &[f32]) {
+        assert!(
+            first_elem + got.len() <= self.exact.len() && !got.is_empty(),
+            "{what}: {} logits",
+            got.len()
+        );
+        for (i, (&g, &e)) in got.iter().zip(&self.exact[first_elem..]).enumerate() {
+            let off = (f64::from(g) - e).abs();
+            assert!(
+                off <= self.tolerance,
+                "{what}: logit {i}: {g} for {e}, off {off:e}, allowed {:e}",
+                self.tolerance
+            );
+        }
+    }
+}

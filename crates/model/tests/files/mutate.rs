@@ -1,0 +1,95 @@
+//! Files with random damage: refused or loaded, never a panic. A short, fixed run of what the fuzz targets do for longer.
+
+use suanpan_model::gguf::Gguf;
+use suanpan_model::load::from_gguf;
+use suanpan_model::source::Source;
+
+use super::{Scratch, fixture, load_path};
+
+/// A small generator with a fixed seed (xorshift64*): the same damage in every run.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() >> 11) as usize % n
+    }
+
+    /// Damages a few places among the first `reach` bytes: flips, extreme numbers, cuts, repeats.
+    fn damage(&mut self, bytes: &mut Vec<u8>, reach: usize) {
+        for _ in 0..=self.below(3) {
+            let at = self.below(reach.min(bytes.len()));
+            match self.below(6) {
+                0 => bytes[at] ^= 1 << self.below(8),
+                1 => bytes[at] = self.next() as u8,
+                2 => {
+                    let extreme = [0, 1, u64::MAX, 1 << 31, 1 << 32, 1 << 63, i64::MAX as u64][self.below(7)];
+                    let end = bytes.len().min(at + 8);
+                    bytes[at..end].copy_from_slice(&extreme.to_le_bytes()[..end - at]);
+                }
+                3 => {
+                    let end = bytes.len().min(at + 1 + self.below(16));
+                    bytes.drain(at..end);
+                }
+                4 => {
+                    let end = bytes.len().min(at + 1 + self.below(16));
+                    let copy = bytes[at..end].to_vec();
+                    bytes.splice(at..at, copy);
+                }
+                _ => bytes.truncate(at.max(1)),
+            }
+        }
+    }
+}
+
+#[test]
+fn damaged_gguf_files_never_panic() {
+    let mut random = Random(0x5eed);
+    let (mut refused, mut loaded) = (0, 0);
+    for name in ["tied-q4_0.gguf", "kquants.gguf", "llama3-rope-f16.gguf"] {
+        let good = std::fs::read(fixture(name)).unwrap();
+        for _ in 0..400 {
+            let mut bytes = good.clone();
+            random.damage(&mut bytes, 7000);
+            match Gguf::parse(Source::owned(name, bytes)).and_then(|g| from_gguf(&g)) {
+                Ok(_) => loaded += 1,
+                Err(e) => {
+                    assert!(!e.to_string().is_empty());
+                    refused += 1;
+                }
+            }
+        }
+    }
+    // Damage inside a token's text or a weight is still a readable file; most damage is not.
+    assert!(refused > 400 && loaded > 50, "refused {refused}, loaded {loaded}");
+}
+
+#[test]
+fn damaged_folders_never_panic() {
+    let mut random = Random(0xf01de5);
+    let mut refused = 0;
+    for file in [
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ] {
+        let scratch = Scratch::copy_of("sharded");
+        let good = scratch.read(file);
+        for _ in 0..120 {
+            let mut bytes = good.clone();
+            random.damage(&mut bytes, 3000);
+            scratch.write(file, &bytes);
+            refused += usize::from(load_path(&scratch.0).is_err());
+        }
+    }
+    assert!(refused > 200, "refused {refused}");
+}

@@ -1,0 +1,177 @@
+//! Weight formats as they lie in GGUF and safetensors files, and a checked view of one weight matrix in its file's bytes.
+//!
+//! No copy, no ownership, no file access: a [`Weight`] borrows bytes that somebody else mapped.
+
+use suanpan_base::BadArgument;
+use suanpan_base::error::checked_product;
+
+use crate::dequant;
+
+/// Element format of a stored weight matrix. Rows are stored one after another, each a whole number of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WeightFormat {
+    /// IEEE binary32, little endian.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// 32 elements: f16 scale, 16 bytes of 4-bit values; `w = d·(q − 8)`.
+    Q4_0,
+    /// 32 elements: f16 scale, f16 minimum, 16 bytes of 4-bit values; `w = d·q + m`.
+    Q4_1,
+    /// 32 elements: f16 scale, 32 signed bytes; `w = d·q`.
+    Q8_0,
+    /// 256 elements in 8 groups: f16 scale and minimum, 6-bit scale and minimum a group, 4-bit values; `w = d·sc·q − dmin·mn`.
+    Q4K,
+    /// 256 elements in 16 groups: 6-bit values, 8-bit scale a group, f16 scale; `w = d·sc·(q − 32)`.
+    Q6K,
+}
+
+impl WeightFormat {
+    /// Every format, in the order in which tables print them.
+    pub const ALL: [WeightFormat; 8] = [
+        WeightFormat::F32,
+        WeightFormat::F16,
+        WeightFormat::Bf16,
+        WeightFormat::Q4_0,
+        WeightFormat::Q4_1,
+        WeightFormat::Q8_0,
+        WeightFormat::Q4K,
+        WeightFormat::Q6K,
+    ];
+
+    /// Elements of one block; 1 for the plain float formats.
+    pub const fn block_elems(self) -> usize {
+        match self {
+            WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => 1,
+            WeightFormat::Q4_0 | WeightFormat::Q4_1 | WeightFormat::Q8_0 => 32,
+            WeightFormat::Q4K | WeightFormat::Q6K => 256,
+        }
+    }
+
+    /// Bytes of one block.
+    pub const fn block_bytes(self) -> usize {
+        match self {
+            WeightFormat::F32 => 4,
+            WeightFormat::F16 | WeightFormat::Bf16 => 2,
+            WeightFormat::Q4_0 => 18,
+            WeightFormat::Q4_1 => 20,
+            WeightFormat::Q8_0 => 34,
+            WeightFormat::Q4K => 144,
+            WeightFormat::Q6K => 210,
+        }
+    }
+
+    /// Bytes of a row of `cols` elements; `None` when `cols` is not a whole number of blocks or the product overflows.
+    pub const fn row_bytes(self, cols: usize) -> Option<usize> {
+        if !cols.is_multiple_of(self.block_elems()) {
+            return None;
+        }
+        (cols / self.block_elems()).checked_mul(self.block_bytes())
+    }
+
+    /// The name as GGUF tools print it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            WeightFormat::F32 => "F32",
+            WeightFormat::F16 => "F16",
+            WeightFormat::Bf16 => "BF16",
+            WeightFormat::Q4_0 => "Q4_0",
+            WeightFormat::Q4_1 => "Q4_1",
+            WeightFormat::Q8_0 => "Q8_0",
+            WeightFormat::Q4K => "Q4_K",
+            WeightFormat::Q6K => "Q6_K",
+        }
+    }
+
+    /// True for formats of small integers with scales, which the integer dot products read.
+    pub const fn is_quantised(self) -> bool {
+        self.block_elems() > 1
+    }
+}
+
+impl std::fmt::Display for WeightFormat {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Longest row the kernels address: 16 rows must stay within a signed 32-bit byte offset.
+const MAX_ROW_BYTES: usize = 1 << 26;
+
+/// A weight matrix `[rows, cols]` (out features, in features) in its file's bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Weight<'a> {
+    format: WeightFormat,
+    rows: usize,
+    cols: usize,
+    row_bytes: usize,
+    data: &'a [u8],
+}
+
+impl<'a> Weight<'a> {
+    /// A checked view: `data` must be exactly `rows` rows of `cols` elements.
+    ///
+    /// # Errors
+    /// `cols` not a whole number of blocks, sizes that overflow, rows past 64 MiB, or `data` of another length.
+    pub fn new(
+        format: WeightFormat,
+        rows: usize,
+        cols: usize,
+        data: &'a [u8],
+    ) -> Result<Weight<'a>, BadArgument> {
+        const OP: &str = "weight";
+        let row_bytes = format.row_bytes(cols).ok_or_else(|| {
+            let supported = format!("a multiple of {} for {format}, below 2^63 bytes", format.block_elems());
+            BadArgument::new(OP, "cols", cols, supported)
+        })?;
+        if row_bytes > MAX_ROW_BYTES {
+            let asked = format!("{cols} ({row_bytes} bytes a row)");
+            return Err(BadArgument::new(OP, "cols", asked, format!("rows up to {MAX_ROW_BYTES} bytes")));
+        }
+        let need = checked_product(OP, "rows", &[rows, row_bytes])?;
+        if data.len() != need {
+            let asked = format!("{} bytes for {format} [{rows}, {cols}]", data.len());
+            return Err(BadArgument::new(OP, "data", asked, format!("exactly {need} bytes")));
+        }
+        Ok(Weight { format, rows, cols, row_bytes, data })
+    }
+
+    /// Element format.
+    pub fn format(&self) -> WeightFormat {
+        self.format
+    }
+
+    /// Out features.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// In features.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Bytes from one row to the next.
+    pub fn row_bytes(&self) -> usize {
+        self.row_bytes
+    }
+
+    /// The file's bytes, `rows · row_bytes` of them.
+    pub fn data(&self) -> &'a [u8] {
+        self.data
+    }
+
+    /// The bytes of row `r`. Panics when `r` is out of range.
+    pub fn row(&self, r: usize) -> &'a [u8] {
+        assert!(r < self.rows, "row {r} of a weight of {} rows", self.rows);
+        &self.data[r * self.row_bytes..(r + 1) * self.row_bytes]
+    }
+
+    /// Row `r` as exact f32 values into `out` (`cols` elements). Panics when `r` or the length of `out` is wrong.
+    pub fn dequantize_row(&self, r: usize, out: &mut [f32]) {
+        assert_eq!(out.len(), self.cols, "dequantize_row: length of out");
+        dequant::row(self.format, self.row(r), out);
+    }
+}

@@ -1,0 +1,217 @@
+//! What one thread does: takes units, unpacks the tile of each a few hundred columns at a time, multiplies it with the unit's rows.
+
+use super::panel::{Dest, FLOAT_STEP, FloatTile, INT_COLS, IntTile, PANEL_ROWS, Rows, Slot, Source};
+use super::unpack::{BFloat16, Float16, Float32, FloatFormat, Unpack};
+use super::vector::{Kernels, portable::Portable};
+use super::{FEW_ROWS, Job, Region};
+use crate::dequant::kquant::{Q4K, Q6K};
+use crate::dequant::legacy::{Q4_0, Q4_1, Q8_0};
+use crate::format::WeightFormat;
+use crate::isa::Isa;
+
+/// Works until no unit is left.
+pub(super) fn units(isa: Isa, region: &Region<'_>, slot: &mut Slot) {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni => units_on::<super::vector::avx512::Avx512>(region, slot),
+        #[cfg(target_arch = "x86_64")]
+        Isa::AvxVnni => units_on::<super::vector::avx2::Ymm<true>>(region, slot),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => units_on::<super::vector::avx2::Ymm<false>>(region, slot),
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => units_on::<super::vector::neon::Neon>(region, slot),
+        _ => units_on::<Portable>(region, slot),
+    }
+}
+
+fn units_on<V: Kernels>(region: &Region<'_>, slot: &mut Slot) {
+    loop {
+        let taken = region.take();
+        if taken.is_empty() {
+            return;
+        }
+        for u in taken {
+            let job = region.job_of(u);
+            let unit = Unit::new(region, job, u);
+            match (job.weight.format(), job.int) {
+                (WeightFormat::F32, _) => unit.float::<V>(slot, unpack_floats::<V, Float32>),
+                (WeightFormat::F16, _) => unit.float::<V>(slot, unpack_floats::<V, Float16>),
+                (WeightFormat::Bf16, _) => unit.float::<V>(slot, unpack_floats::<V, BFloat16>),
+                (WeightFormat::Q4_0, true) => unit.int::<V, Q4_0>(slot),
+                (WeightFormat::Q4_1, true) => unit.int::<V, Q4_1>(slot),
+                (WeightFormat::Q8_0, true) => unit.int::<V, Q8_0>(slot),
+                (WeightFormat::Q4K, true) => unit.int::<V, Q4K>(slot),
+                (WeightFormat::Q6K, true) => unit.int::<V, Q6K>(slot),
+                (WeightFormat::Q4_0, false) => unit.float::<V>(slot, unpack_expand::<V, Q4_0>),
+                (WeightFormat::Q4_1, false) => unit.float::<V>(slot, unpack_expand::<V, Q4_1>),
+                (WeightFormat::Q8_0, false) => unit.float::<V>(slot, unpack_expand::<V, Q8_0>),
+                (WeightFormat::Q4K, false) => unit.float::<V>(slot, unpack_expand::<V, Q4K>),
+                (WeightFormat::Q6K, false) => unit.float::<V>(slot, unpack_expand::<V, Q6K>),
+            }
+        }
+    }
+}
+
+/// Input rows `m0..m1` in runs of powers of two, `most` where there are as many: (first row, rows).
+fn tile_rows(m0: usize, m1: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
+    let mut next = m0;
+    std::iter::from_fn(move || {
+        let (m, left) = (next, m1 - next);
+        let rows = if left >= most { most } else { (left + 1).next_power_of_two() / 2 };
+        next += rows;
+        (rows > 0).then_some((m, rows))
+    })
+}
+
+/// Panel `p` of plain floats.
+///
+/// # Safety
+/// The machine has `V`'s instruction set and the source is readable.
+unsafe fn unpack_floats<V: Kernels, F: FloatFormat>(slot: &mut Slot, p: usize, source: &Source) {
+    // SAFETY: the caller's promise; a float panel has room for FLOAT_COLS columns.
+    unsafe { V::unpack_float::<F>(source, slot.float_panel(p)) }
+}
+
+/// Panel `p` of a quantised format, as floats.
+///
+/// # Safety
+/// The machine has `V`'s instruction set and the source is readable.
+unsafe fn unpack_expand<V: Kernels, F: Unpack>(slot: &mut Slot, p: usize, source: &Source) {
+    let ints = slot.int_panel(p);
+    // SAFETY: the caller's promise; both panels have room for FLOAT_COLS columns.
+    unsafe {
+        V::unpack::<F>(source, &ints);
+        V::expand::<F>(source.cols, &ints, slot.float_panel(p));
+    }
+}
+
+/// A tile of weight rows times a run of input rows.
+struct Unit<'a> {
+    region: &'a Region<'a>,
+    job: &'a Job<'a>,
+    /// First weight row.
+    n0: usize,
+    /// Weight rows.
+    n: usize,
+    /// First input row.
+    m0: usize,
+    /// Past the last input row.
+    m1: usize,
+}
+
+impl<'a> Unit<'a> {
+    fn new(region: &'a Region<'a>, job: &'a Job<'a>, u: usize) -> Unit<'a> {
+        let local = u - job.first_unit;
+        let (run, tile) = (local / job.tiles, local % job.tiles);
+        let n0 = tile * region.panels * PANEL_ROWS;
+        let m0 = run * region.unit_rows;
+        Unit {
+            region,
+            job,
+            n0,
+            n: (region.panels * PANEL_ROWS).min(job.weight.rows() - n0),
+            m0,
+            m1: (m0 + region.unit_rows).min(region.input.rows()),
+        }
+    }
+
+    /// Panels that hold a row.
+    fn panels(&self) -> usize {
+        self.n.div_ceil(PANEL_ROWS)
+    }
+
+    /// Columns `k..k + cols` of panel `p`'s rows.
+    fn source(&self, slot: &mut Slot, p: usize, k: usize, cols: usize) -> Source {
+        let weight = &self.job.weight;
+        let elem = |k: usize| k / weight.format().block_elems() * weight.format().block_bytes();
+        let (pitch, n0) = (weight.row_bytes(), self.n0 + p * PANEL_ROWS);
+        let rows = if weight.rows() - n0 >= PANEL_ROWS {
+            Rows { base: weight.data()[n0 * pitch + elem(k)..].as_ptr(), pitch }
+        } else {
+            let chunk = elem(k)..elem(k + cols);
+            slot.tail_rows((n0..weight.rows()).map(|r| &weight.row(r)[chunk.clone()]), chunk.len())
+        };
+        let prefetch = if self.region.input.rows() <= FEW_ROWS {
+            // The next tile lies right behind this one: fetch as many of its bytes as are read of this one.
+            let tile = weight.data()[self.n0 * pitch..].as_ptr();
+            let done = PANEL_ROWS * (self.panels() * elem(k) + p * elem(cols));
+            tile.wrapping_add(self.n * pitch + done)
+        } else {
+            std::ptr::null()
+        };
+        Source { rows, cols, prefetch }
+    }
+
+    /// Where input rows `m..` of panels `p..` go after columns `k..k + cols`.
+    fn dest(&self, slot: &mut Slot, m: usize, p: usize, k: usize, cols: usize) -> Dest {
+        let n = p * PANEL_ROWS;
+        let at = m * self.job.out_stride + self.n0 + n;
+        Dest {
+            acc: slot.acc().wrapping_add((m - self.m0) * super::panel::TILE_ROWS + n),
+            resume: k > 0,
+            finish: k + cols == self.job.weight.cols(),
+            out: self.job.out.wrapping_add(at),
+            out_stride: self.job.out_stride,
+            add: self.job.add,
+            cols: self.n - n,
+        }
+    }
+
+    fn int<V: Kernels, F: Unpack>(&self, slot: &mut Slot) {
+        let (k_all, input) = (self.job.weight.cols(), self.region.input);
+        let step = k_all.div_ceil(k_all.div_ceil(INT_COLS).max(1)).next_multiple_of(F::ELEMS);
+        let step = step.min(INT_COLS / F::ELEMS * F::ELEMS);
+        for k in (0..k_all).step_by(step.max(1)) {
+            let cols = step.min(k_all - k);
+            for p in 0..self.panels() {
+                let (source, to) = (self.source(slot, p, k, cols), slot.int_panel(p));
+                // SAFETY: the region's instruction set is available; rows and columns lie inside the weight; cols ≤ INT_COLS.
+                unsafe { V::unpack::<F>(&source, &to) };
+            }
+            for (m, rows) in tile_rows(self.m0, self.m1, V::INT_ROWS) {
+                for p in (0..self.panels()).step_by(V::PANELS) {
+                    let (x, meta) = input.quantised(m, k);
+                    let tile = IntTile {
+                        panel: slot.int_panel(p),
+                        cols,
+                        x,
+                        x_stride: k_all,
+                        meta,
+                        meta_stride: k_all / 32,
+                        dest: self.dest(slot, m, p, k, cols),
+                    };
+                    let panels = V::PANELS.min(self.panels() - p);
+                    // SAFETY: as above; the tile's rows lie inside input, partial sums and output, which `plan` checked.
+                    unsafe { V::int_tile::<F>(rows, panels, &tile) };
+                }
+            }
+        }
+    }
+
+    fn float<V: Kernels>(&self, slot: &mut Slot, unpack: unsafe fn(&mut Slot, usize, &Source)) {
+        let (k_all, input) = (self.job.weight.cols(), self.region.input);
+        let step = FLOAT_STEP.max(self.job.weight.format().block_elems());
+        for k in (0..k_all).step_by(step) {
+            let cols = step.min(k_all - k);
+            for p in 0..self.panels() {
+                let source = self.source(slot, p, k, cols);
+                // SAFETY: the region's instruction set is available; rows and columns lie inside the weight.
+                unsafe { unpack(slot, p, &source) };
+            }
+            for (m, rows) in tile_rows(self.m0, self.m1, V::FLOAT_ROWS) {
+                for p in (0..self.panels()).step_by(V::PANELS) {
+                    let tile = FloatTile {
+                        panel: slot.float_panel(p),
+                        cols,
+                        x: input.floats(m, k),
+                        x_stride: k_all,
+                        dest: self.dest(slot, m, p, k, cols),
+                    };
+                    let panels = V::PANELS.min(self.panels() - p);
+                    // SAFETY: as above; the tile's rows lie inside input, partial sums and output, which `plan` checked.
+                    unsafe { V::float_tile(rows, panels, &tile) };
+                }
+            }
+        }
+    }
+}

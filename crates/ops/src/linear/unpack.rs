@@ -1,0 +1,367 @@
+//! From file bytes to panels: each format's bit layout once, for every vector width.
+//!
+//! A new block format implements [`BlockFormat`] (scalar, the truth) and [`Unpack`] (vectors of rows, tested against the first).
+
+use super::kernel::MAGIC;
+use super::panel::{GROUP_FLOATS, IntPanels, PANEL_ROWS, Rows, Source};
+use super::vector::Vector;
+use crate::dequant::BlockFormat;
+use crate::dequant::kquant::{Q4K, Q6K};
+use crate::dequant::legacy::{Q4_0, Q4_1, Q8_0};
+
+/// Where one block of `LANES` rows goes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sink {
+    quants: *mut u8,
+    groups: *mut f32,
+}
+
+impl Sink {
+    /// Four elements `4·quad ..` of the block, a row a lane.
+    ///
+    /// # Safety
+    /// The panel holds that quad.
+    #[inline(always)]
+    unsafe fn quad<V: Vector>(self, quad: usize, v: V::Int) {
+        // SAFETY: the caller's promise.
+        unsafe { V::store(self.quants.add(quad * 4 * PANEL_ROWS), v) }
+    }
+
+    /// Scale of group `g` of the block.
+    ///
+    /// # Safety
+    /// The panel holds that group.
+    #[inline(always)]
+    unsafe fn scale<V: Vector>(self, g: usize, scale: V::Float) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let at = self.groups.add(g * GROUP_FLOATS);
+            V::store_f(at, scale);
+            V::store_f(at.add(PANEL_ROWS), V::mul(scale, V::splat_f(-MAGIC)));
+        }
+    }
+
+    /// Minimum of group `g` of the block.
+    ///
+    /// # Safety
+    /// The panel holds that group.
+    #[inline(always)]
+    unsafe fn min<V: Vector>(self, g: usize, min: V::Float) {
+        // SAFETY: the caller's promise.
+        unsafe { V::store_f(self.groups.add(g * GROUP_FLOATS + 2 * PANEL_ROWS), min) }
+    }
+}
+
+/// A block format that can be unpacked a vector of rows at a time.
+pub(crate) trait Unpack: BlockFormat {
+    /// The block `offset` bytes into rows `first..first + LANES`.
+    ///
+    /// # Safety
+    /// The machine has `V`'s instruction set, each row has the block's bytes, the sink has room for it.
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink);
+}
+
+/// 16 bytes of nibbles at `offset`: low ones to quads 0..4, high ones to quads 4..8.
+///
+/// # Safety
+/// As [`Unpack::block`].
+#[inline(always)]
+unsafe fn nibbles<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mask = V::splat(0x0f0f_0f0f);
+        for (j, w) in V::gather4(rows, first, offset).into_iter().enumerate() {
+            sink.quad::<V>(j, V::and(w, mask));
+            sink.quad::<V>(j + 4, V::and(V::shr::<4>(w), mask));
+        }
+    }
+}
+
+impl Unpack for Q4_0 {
+    #[inline(always)]
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            sink.scale::<V>(0, V::half_to_float(V::gather(rows, first, offset)));
+            nibbles::<V>(rows, first, offset + 2, sink);
+        }
+    }
+}
+
+impl Unpack for Q4_1 {
+    #[inline(always)]
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let scale_min = V::gather(rows, first, offset);
+            sink.scale::<V>(0, V::half_to_float(scale_min));
+            sink.min::<V>(0, V::half_to_float(V::shr::<16>(scale_min)));
+            nibbles::<V>(rows, first, offset + 4, sink);
+        }
+    }
+}
+
+impl Unpack for Q8_0 {
+    #[inline(always)]
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            sink.scale::<V>(0, V::half_to_float(V::gather(rows, first, offset)));
+            let flip = V::splat(0x8080_8080_u32.cast_signed());
+            for part in 0..2 {
+                for (j, w) in V::gather4(rows, first, offset + 2 + 16 * part).into_iter().enumerate() {
+                    sink.quad::<V>(4 * part + j, V::xor(w, flip));
+                }
+            }
+        }
+    }
+}
+
+/// Byte `BITS / 8` of each word shifted to the bottom, its low six bits.
+///
+/// # Safety
+/// The machine has `V`'s instruction set.
+#[inline(always)]
+unsafe fn six_bits<V: Vector, const BITS: u32>(w: V::Int) -> V::Int {
+    // SAFETY: the caller's promise.
+    unsafe { V::and(V::shr::<BITS>(w), V::splat(63)) }
+}
+
+/// The four low bits at `BITS` of `low` under the two top bits of the byte at `TOP − 6` of `top`.
+///
+/// # Safety
+/// The machine has `V`'s instruction set.
+#[inline(always)]
+unsafe fn split_bits<V: Vector, const BITS: u32, const TOP: u32>(low: V::Int, top: V::Int) -> V::Int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let low = V::and(V::shr::<BITS>(low), V::splat(15));
+        V::or(low, V::shl::<4>(V::and(V::shr::<TOP>(top), V::splat(3))))
+    }
+}
+
+impl Unpack for Q4K {
+    #[inline(always)]
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let [head, s, m, high] = V::gather4(rows, first, offset);
+            let d = V::half_to_float(head);
+            let dmin = V::mul(V::half_to_float(V::shr::<16>(head)), V::splat_f(-1.0));
+            let groups = [
+                (six_bits::<V, 0>(s), six_bits::<V, 0>(m)),
+                (six_bits::<V, 8>(s), six_bits::<V, 8>(m)),
+                (six_bits::<V, 16>(s), six_bits::<V, 16>(m)),
+                (six_bits::<V, 24>(s), six_bits::<V, 24>(m)),
+                (split_bits::<V, 0, 6>(high, s), split_bits::<V, 4, 6>(high, m)),
+                (split_bits::<V, 8, 14>(high, s), split_bits::<V, 12, 14>(high, m)),
+                (split_bits::<V, 16, 22>(high, s), split_bits::<V, 20, 22>(high, m)),
+                (split_bits::<V, 24, 30>(high, s), split_bits::<V, 28, 30>(high, m)),
+            ];
+            for (g, (scale, min)) in groups.into_iter().enumerate() {
+                sink.scale::<V>(g, V::mul(d, V::to_float(scale)));
+                sink.min::<V>(g, V::mul(dmin, V::to_float(min)));
+            }
+            let mask = V::splat(0x0f0f_0f0f);
+            for part in 0..8 {
+                // 32 bytes hold two groups; this half of them the same half of both.
+                let quad = part / 2 * 16 + part % 2 * 4;
+                for (j, w) in V::gather4(rows, first, offset + 16 + 16 * part).into_iter().enumerate() {
+                    sink.quad::<V>(quad + j, V::and(w, mask));
+                    sink.quad::<V>(quad + j + 8, V::and(V::shr::<4>(w), mask));
+                }
+            }
+        }
+    }
+}
+
+impl Unpack for Q6K {
+    #[inline(always)]
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            // The f16 ends the block: read the word that ends with it.
+            let d = V::half_to_float(V::shr::<16>(V::gather(rows, first, offset + 206)));
+            for (i, w) in V::gather4(rows, first, offset + 192).into_iter().enumerate() {
+                let bytes = [V::shl::<24>(w), V::shl::<16>(w), V::shl::<8>(w), w];
+                for (j, b) in bytes.into_iter().enumerate() {
+                    sink.scale::<V>(4 * i + j, V::mul(d, V::to_float(V::sar::<24>(b))));
+                }
+            }
+            let (low, two, top) = (V::splat(0x0f0f_0f0f), V::splat(0x0303_0303), V::splat(0x3030_3030));
+            for part in 0..4 {
+                // Half of 128 elements, then half of its four runs of 32.
+                let (half, side) = (part / 2, part % 2);
+                let a = V::gather4(rows, first, offset + 64 * half + 16 * side);
+                let b = V::gather4(rows, first, offset + 64 * half + 32 + 16 * side);
+                let h = V::gather4(rows, first, offset + 128 + 32 * half + 16 * side);
+                for j in 0..4 {
+                    let quad = 32 * half + 4 * side + j;
+                    let first_run = V::shl::<4>(V::and(h[j], two));
+                    let second_run = V::and(V::shl::<2>(h[j]), top);
+                    let fourth_run = V::and(V::shr::<2>(h[j]), top);
+                    sink.quad::<V>(quad, V::or(V::and(a[j], low), first_run));
+                    sink.quad::<V>(quad + 8, V::or(V::and(b[j], low), second_run));
+                    let (a, b) = (V::and(V::shr::<4>(a[j]), low), V::and(V::shr::<4>(b[j]), low));
+                    sink.quad::<V>(quad + 16, V::or(a, V::and(h[j], top)));
+                    sink.quad::<V>(quad + 24, V::or(b, fourth_run));
+                }
+            }
+        }
+    }
+}
+
+/// All blocks of the source into one panel.
+///
+/// # Safety
+/// The machine has `V`'s instruction set, the source is readable, the panel has room for its columns.
+#[inline(always)]
+pub(crate) unsafe fn blocks<V: Vector, F: Unpack>(source: &Source, to: &IntPanels) {
+    let block_bytes = PANEL_ROWS * F::BYTES;
+    for b in 0..source.cols / F::ELEMS {
+        for first in (0..PANEL_ROWS).step_by(V::LANES) {
+            // SAFETY: the caller's promise; block `b` lies inside `cols`.
+            unsafe {
+                let sink = Sink {
+                    quants: to.quants.add(b * F::ELEMS * PANEL_ROWS + first * 4),
+                    groups: to.groups.add(b * (F::ELEMS / F::GROUP) * GROUP_FLOATS + first),
+                };
+                F::block::<V>(&source.rows, first, b * F::BYTES, sink);
+            }
+        }
+        if !source.prefetch.is_null() {
+            for line in 0..block_bytes.div_ceil(64) {
+                // SAFETY: a prefetch takes any address.
+                unsafe { V::prefetch(source.prefetch.wrapping_add(b * block_bytes + line * 64)) }
+            }
+        }
+    }
+}
+
+/// `cols` columns of one integer panel as exact floats `[cols][16]`.
+///
+/// # Safety
+/// The machine has `V`'s instruction set, both panels have `cols` columns.
+#[inline(always)]
+pub(crate) unsafe fn expand<V: Vector, F: BlockFormat>(cols: usize, from: &IntPanels, to: *mut f32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let offset = V::splat(F::OFFSET_LOG2.map_or(0, |s| 1 << s));
+        let byte = V::splat(0xff);
+        for first in (0..PANEL_ROWS).step_by(V::LANES) {
+            for quad in 0..cols / 4 {
+                let at = from.groups.add(quad * 4 / F::GROUP * GROUP_FLOATS + first);
+                let (scale, min) = (V::load_f(at), V::load_f(at.add(2 * PANEL_ROWS)));
+                let w = V::load(from.quants.add(quad * 4 * PANEL_ROWS + first * 4));
+                let q = [w, V::shr::<8>(w), V::shr::<16>(w), V::shr::<24>(w)];
+                for (j, q) in q.into_iter().enumerate() {
+                    let q = V::to_float(V::sub(V::and(q, byte), offset));
+                    // The product is exact in f32, so that one or two roundings give the same bits.
+                    let w = if F::HAS_MIN { V::mul_add(q, scale, min) } else { V::mul(q, scale) };
+                    V::store_f(to.add((quad * 4 + j) * PANEL_ROWS + first), w);
+                }
+            }
+        }
+    }
+}
+
+/// A plain float format.
+pub(crate) trait FloatFormat {
+    /// Bytes of an element.
+    const BYTES: usize;
+    /// The element at `p`.
+    ///
+    /// # Safety
+    /// `BYTES` bytes are readable.
+    unsafe fn one(p: *const u8) -> f32;
+    /// The elements in one word of each row, first element first; `4 / BYTES` of them count.
+    ///
+    /// # Safety
+    /// The machine has `V`'s instruction set.
+    unsafe fn word<V: Vector>(w: V::Int) -> [V::Float; 2];
+}
+
+/// IEEE binary32.
+pub(crate) struct Float32;
+/// IEEE binary16.
+pub(crate) struct Float16;
+/// bfloat16.
+pub(crate) struct BFloat16;
+
+impl FloatFormat for Float32 {
+    const BYTES: usize = 4;
+
+    #[inline(always)]
+    unsafe fn one(p: *const u8) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { p.cast::<f32>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn word<V: Vector>(w: V::Int) -> [V::Float; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { [V::as_float(w), V::as_float(w)] }
+    }
+}
+
+impl FloatFormat for Float16 {
+    const BYTES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn one(p: *const u8) -> f32 {
+        // SAFETY: the caller's promise.
+        half::f16::from_bits(unsafe { p.cast::<u16>().read_unaligned() }).to_f32()
+    }
+
+    #[inline(always)]
+    unsafe fn word<V: Vector>(w: V::Int) -> [V::Float; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { [V::half_to_float(w), V::half_to_float(V::shr::<16>(w))] }
+    }
+}
+
+impl FloatFormat for BFloat16 {
+    const BYTES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn one(p: *const u8) -> f32 {
+        // SAFETY: the caller's promise.
+        half::bf16::from_bits(unsafe { p.cast::<u16>().read_unaligned() }).to_f32()
+    }
+
+    #[inline(always)]
+    unsafe fn word<V: Vector>(w: V::Int) -> [V::Float; 2] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let high = V::splat(0xffff_0000_u32.cast_signed());
+            [V::as_float(V::shl::<16>(w)), V::as_float(V::and(w, high))]
+        }
+    }
+}
+
+/// All columns of plain float rows into one float panel `[cols][16]`.
+///
+/// # Safety
+/// The machine has `V`'s instruction set, the source is readable, the panel has room for its columns.
+#[inline(always)]
+pub(crate) unsafe fn floats<V: Vector, F: FloatFormat>(source: &Source, to: *mut f32) {
+    let per_word = 4 / F::BYTES;
+    let whole = source.cols / (4 * per_word);
+    // SAFETY: the caller's promise; `whole` runs of 16 bytes lie inside the columns, the rest is read one by one.
+    unsafe {
+        for first in (0..PANEL_ROWS).step_by(V::LANES) {
+            for run in 0..whole {
+                for (j, w) in V::gather4(&source.rows, first, run * 16).into_iter().enumerate() {
+                    for (i, v) in F::word::<V>(w).into_iter().take(per_word).enumerate() {
+                        V::store_f(to.add(((run * 4 + j) * per_word + i) * PANEL_ROWS + first), v);
+                    }
+                }
+            }
+        }
+        for k in whole * 4 * per_word..source.cols {
+            for r in 0..PANEL_ROWS {
+                *to.add(k * PANEL_ROWS + r) = F::one(source.rows.at(r, k * F::BYTES));
+            }
+        }
+    }
+}

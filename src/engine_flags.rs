@@ -1,0 +1,126 @@
+//! Flags that every command with an engine shares, and what they mean for its options. Also loading with a progress bar.
+
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use indicatif::{ProgressBar, ProgressStyle};
+use suanpan_base::DType;
+use suanpan_engine::{Engine, EngineHandle, EngineOptions, HandleOptions};
+use suanpan_model::{LoadOptions, LoadProgress, LoadStage, Model};
+use suanpan_ops::Precision;
+
+/// What is multiplied in which type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Dtype {
+    /// Integer dot products for quantised weights, f32 for the rest.
+    Auto,
+    /// Exact dequantisation, f32 activations and products.
+    Float32,
+}
+
+/// How keys and values are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum KvCacheDtype {
+    /// bf16; f32 with --dtype float32 and for built-in models.
+    Auto,
+    /// f32.
+    #[value(name = "f32", alias = "float32")]
+    F32,
+    /// bf16.
+    #[value(name = "bf16", alias = "bfloat16")]
+    Bf16,
+}
+
+/// Flags of the engine, named as vLLM names them.
+#[derive(clap::Args)]
+pub struct EngineFlags {
+    /// How weights are multiplied.
+    #[arg(long, value_enum, default_value = "auto")]
+    pub dtype: Dtype,
+    /// Prompt and output tokens of one request [default: the model's limit, as far as memory allows].
+    #[arg(long)]
+    pub max_model_len: Option<usize>,
+    /// Tokens of a KV-cache page.
+    #[arg(long, default_value_t = EngineOptions::default().page_size)]
+    pub block_size: usize,
+    /// How keys and values are stored.
+    #[arg(long, value_enum, default_value = "auto")]
+    pub kv_cache_dtype: KvCacheDtype,
+    /// Bytes of the KV cache [default: room for four requests of full length, at most a quarter of memory].
+    #[arg(long)]
+    pub kv_cache_memory_bytes: Option<u64>,
+    /// Pages of the KV cache, instead of bytes.
+    #[arg(long, conflicts_with = "kv_cache_memory_bytes")]
+    pub num_gpu_blocks_override: Option<usize>,
+    /// Requests that run at once.
+    #[arg(long, default_value_t = EngineOptions::default().max_num_seqs)]
+    pub max_num_seqs: usize,
+    /// Tokens of one step: decodes and prompt chunks together.
+    #[arg(long, default_value_t = EngineOptions::default().max_num_batched_tokens)]
+    pub max_num_batched_tokens: usize,
+    /// Keep computed prefixes for later requests (on unless turned off).
+    #[arg(long, overrides_with = "no_enable_prefix_caching")]
+    pub enable_prefix_caching: bool,
+    /// Compute every prompt whole.
+    #[arg(long)]
+    pub no_enable_prefix_caching: bool,
+    /// Threads of the model [default: one for each core].
+    #[arg(long)]
+    pub threads: Option<usize>,
+}
+
+impl EngineFlags {
+    /// Options for the model named by `spec`.
+    pub fn options(&self, spec: &str) -> anyhow::Result<EngineOptions> {
+        let exact = self.dtype == Dtype::Float32 || spec.starts_with("builtin:");
+        if self.threads == Some(0) {
+            bail!("--threads 0: supported: at least 1");
+        }
+        Ok(EngineOptions {
+            max_model_len: self.max_model_len,
+            max_num_seqs: self.max_num_seqs,
+            max_num_batched_tokens: self.max_num_batched_tokens,
+            page_size: self.block_size,
+            kv_cache_dtype: match self.kv_cache_dtype {
+                KvCacheDtype::Auto if exact => DType::F32,
+                KvCacheDtype::Auto | KvCacheDtype::Bf16 => DType::Bf16,
+                KvCacheDtype::F32 => DType::F32,
+            },
+            kv_cache_memory_bytes: self.kv_cache_memory_bytes,
+            num_pages_override: self.num_gpu_blocks_override,
+            threads: self.threads.unwrap_or(0),
+            precision: if self.dtype == Dtype::Float32 { Precision::F32 } else { Precision::Int8 },
+            enable_prefix_caching: !self.no_enable_prefix_caching,
+            ..EngineOptions::default()
+        })
+    }
+}
+
+/// Loads `spec` with a progress bar on standard error; warnings about the files go to the log.
+pub fn load(spec: &str) -> anyhow::Result<Arc<Model>> {
+    let bar = ProgressBar::no_length();
+    let style = "{msg:32!} {wide_bar} {bytes}/{total_bytes}";
+    bar.set_style(ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let model = suanpan_model::load(spec, &LoadOptions::default(), &mut |p: LoadProgress| {
+        let verb = if p.stage == LoadStage::Download { "fetching" } else { "reading" };
+        bar.set_length(p.total_bytes);
+        bar.set_position(p.done_bytes);
+        bar.set_message(format!("{verb} {}", p.item));
+    });
+    bar.finish_and_clear();
+    Ok(Arc::new(model?))
+}
+
+/// Starts an engine for `model` with room for `max_requests` requests, running and waiting.
+pub fn start(model: &Arc<Model>, options: EngineOptions, max_requests: usize) -> anyhow::Result<EngineHandle> {
+    let engine = Engine::new(Arc::clone(model), options)?;
+    EngineHandle::spawn(engine, HandleOptions { max_requests }).context("starting the engine's thread")
+}
+
+/// A bar for a long prefill, hidden until it has a length.
+pub fn prefill_bar() -> ProgressBar {
+    let bar = ProgressBar::new(0);
+    let style = "prefill {wide_bar} {pos}/{len} tokens, {per_sec}, {eta} left";
+    bar.set_style(ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar
+}
