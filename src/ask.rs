@@ -36,7 +36,11 @@ pub enum Progress<'a> {
 }
 
 /// Submits `request` and waits for its end.
-pub fn ask(engine: &EngineHandle, request: Request, mut show: impl FnMut(Progress<'_>)) -> anyhow::Result<Answer> {
+pub fn ask(
+    engine: &EngineHandle,
+    request: Request,
+    mut show: impl FnMut(Progress<'_>),
+) -> anyhow::Result<Answer> {
     let start = Instant::now();
     let mut stream = engine.submit(request)?;
     let (mut text, mut ttft) = (String::new(), None);

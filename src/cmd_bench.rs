@@ -131,7 +131,10 @@ impl Lane {
         self.batch.page_table_stride = self.kv.num_pages();
         self.exec.step(&self.batch, &mut self.kv)?;
         let counted = self.exec.books()[0];
-        ensure!(counted == predicted, "books disagree at {cached_len}..{end}: {predicted:?} predicted, {counted:?} counted");
+        ensure!(
+            counted == predicted,
+            "books disagree at {cached_len}..{end}: {predicted:?} predicted, {counted:?} counted"
+        );
         self.books += counted;
         Ok(())
     }
@@ -183,7 +186,10 @@ impl Timed {
 }
 
 fn timed(
-    lane: &mut Lane, phase: &'static str, (tokens, depth): (usize, usize), repeats: usize,
+    lane: &mut Lane,
+    phase: &'static str,
+    (tokens, depth): (usize, usize),
+    repeats: usize,
     once: impl Fn(&mut Lane) -> anyhow::Result<()>,
 ) -> anyhow::Result<Timed> {
     let mut runs = Vec::with_capacity(repeats);
@@ -211,7 +217,9 @@ fn measure(lane: &mut Lane, args: &ModelArgs) -> anyhow::Result<Vec<Timed>> {
         if depth > 0 {
             lane.prefill(depth)?;
         }
-        rows.push(timed(lane, "decode", (args.tokens, depth), args.repeats, |lane| lane.decode(depth, args.tokens))?);
+        rows.push(timed(lane, "decode", (args.tokens, depth), args.repeats, |lane| {
+            lane.decode(depth, args.tokens)
+        })?);
     }
     Ok(rows)
 }
@@ -254,9 +262,18 @@ fn model(args: &ModelArgs) -> anyhow::Result<()> {
     let options = lane.exec.options();
     let resident = resident_bytes();
     if !args.json {
-        println!("{}: {:?}, kv {}, {} threads, chunks of {}", args.model, options.precision, options.kv_dtype, options.threads, options.max_tokens);
+        println!(
+            "{}: {:?}, kv {}, {} threads, chunks of {}",
+            args.model, options.precision, options.kv_dtype, options.threads, options.max_tokens
+        );
         for row in &rows {
-            println!("{:<8}{:>7} tokens at depth {:>7} {:>10.1} tok/s", row.phase, row.tokens, row.depth, row.tokens_per_second());
+            println!(
+                "{:<8}{:>7} tokens at depth {:>7} {:>10.1} tok/s",
+                row.phase,
+                row.tokens,
+                row.depth,
+                row.tokens_per_second()
+            );
             println!("    {}", row.ops);
         }
         println!("resident {:.0} MB", resident.unwrap_or(0) as f64 / 1e6);

@@ -59,7 +59,8 @@ fn question(engine: &EngineHandle, hay: &Haystack, i: usize, show_bar: bool) -> 
     prompt.extend(hay.question(i).bytes().map(u32::from));
     // Room for one token more than the answer and its newline: running on is a wrong answer, not a long one.
     let max_tokens = hay.answer(i).len() + 2;
-    let params = SamplingParams { temperature: 0.0, max_tokens: Some(max_tokens), ..SamplingParams::default() };
+    let params =
+        SamplingParams { temperature: 0.0, max_tokens: Some(max_tokens), ..SamplingParams::default() };
     let request = Request { id: format!("question-{i}"), prompt, params, namespace: 0 };
     let bar = show_bar.then(engine_flags::prefill_bar);
     let answer = ask::ask(engine, request, |progress| {
@@ -133,7 +134,12 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
     options.max_model_len = options.max_model_len.or(Some(wanted));
     let engine = engine_flags::start(&model, options, args.facts)?;
     if !args.json {
-        println!("{MODEL}: {} tokens of context, {} facts\n{}\n", hay.text.len(), args.facts, engine.report());
+        println!(
+            "{MODEL}: {} tokens of context, {} facts\n{}\n",
+            hay.text.len(),
+            args.facts,
+            engine.report()
+        );
     }
     let mut judged = Vec::with_capacity(args.facts);
     for i in 0..args.facts {
@@ -172,10 +178,21 @@ fn report(args: &DemoArgs, hay: &Haystack, judged: &[Judged]) -> anyhow::Result<
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
         let show = |x: Option<f64>| x.map_or("-".to_string(), |x| format!("{x:.1} ms"));
-        println!("\n{right} of {} right; TTFT {} cold, {} warm; TPOT {}", judged.len(), show(cold), show(warm), show(tpot));
+        println!(
+            "\n{right} of {} right; TTFT {} cold, {} warm; TPOT {}",
+            judged.len(),
+            show(cold),
+            show(warm),
+            show(tpot)
+        );
         print_books(&predicted, &counted);
     }
-    ensure!(right == judged.len(), "{} of {} answers are wrong: the stack has a fault", judged.len() - right, judged.len());
+    ensure!(
+        right == judged.len(),
+        "{} of {} answers are wrong: the stack has a fault",
+        judged.len() - right,
+        judged.len()
+    );
     ensure!(agree, "the books do not agree: the stack has a fault");
     Ok(())
 }

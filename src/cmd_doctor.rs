@@ -29,15 +29,25 @@ fn memory_gib(key: &str) -> Option<f64> {
 fn features(machine: &Machine) -> Vec<Feature> {
     let feature = |feature, active, reason: String| Feature { feature, active, reason };
     let hub = match std::env::var("HF_HUB_OFFLINE") {
-        Ok(v) if v == "1" || v.eq_ignore_ascii_case("true") => "offline: HF_HUB_OFFLINE is set; cached models load".to_string(),
+        Ok(v) if v == "1" || v.eq_ignore_ascii_case("true") => {
+            "offline: HF_HUB_OFFLINE is set; cached models load".to_string()
+        }
         _ if std::env::var_os("HF_TOKEN").is_some() => "online, with HF_TOKEN".to_string(),
         _ => "online, without a token (set HF_TOKEN for gated models)".to_string(),
     };
     vec![
         feature("cpu", true, format!("attention: {machine}")),
-        feature("int8 linear layers", true, format!("{}; --dtype float32 turns them off", suanpan_ops::isa::Isa::best().name())),
+        feature(
+            "int8 linear layers",
+            true,
+            format!("{}; --dtype float32 turns them off", suanpan_ops::isa::Isa::best().name()),
+        ),
         feature("paged KV cache", true, "f32 and bf16 pages; --kv-cache-dtype chooses".into()),
-        feature("prefix cache", true, "whole pages, exact tokens; --no-enable-prefix-caching turns it off".into()),
+        feature(
+            "prefix cache",
+            true,
+            "whole pages, exact tokens; --no-enable-prefix-caching turns it off".into(),
+        ),
         feature("hf: models", true, hub),
         feature("cuda", false, "this version has no GPU kernels".into()),
         feature("mpi", false, "this version has no parallel room".into()),
@@ -61,7 +71,11 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
         return Ok(());
     }
     println!("suanpan {} on {} {}", env!("CARGO_PKG_VERSION"), std::env::consts::OS, std::env::consts::ARCH);
-    println!("threads {threads}, memory {:.1} GiB ({:.1} GiB available)", total.unwrap_or(f64::NAN), free.unwrap_or(f64::NAN));
+    println!(
+        "threads {threads}, memory {:.1} GiB ({:.1} GiB available)",
+        total.unwrap_or(f64::NAN),
+        free.unwrap_or(f64::NAN)
+    );
     for f in features {
         println!("  {} {:<20} {}", if f.active { "on " } else { "off" }, f.feature, f.reason);
     }

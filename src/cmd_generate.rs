@@ -104,8 +104,12 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         println!();
         eprintln!(
             "[{}] {} prompt + {} output tokens, TTFT {:.0} ms, TPOT {:.1} ms, books {}",
-            answer.reason.as_str(), b.prompt_tokens, b.output_tokens, ms(answer.ttft),
-            answer.tpot().map_or(f64::NAN, ms), if b.agree() { "agree" } else { "DISAGREE" },
+            answer.reason.as_str(),
+            b.prompt_tokens,
+            b.output_tokens,
+            ms(answer.ttft),
+            answer.tpot().map_or(f64::NAN, ms),
+            if b.agree() { "agree" } else { "DISAGREE" },
         );
     }
     Ok(())

@@ -1,5 +1,6 @@
 //! `suanpan serve`: loads a model, starts the engine, prints what was decided, and answers OpenAI's API until told to stop.
 
+use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -65,7 +66,8 @@ pub fn run(args: ServeArgs) -> anyhow::Result<()> {
     let options = args.engine.options(&spec)?;
     let max_requests = options.max_num_seqs.saturating_add(args.max_queue);
     let engine = engine_flags::start(&model, options, max_requests)?;
-    let names = if args.served_model_name.is_empty() { vec![spec.clone()] } else { args.served_model_name.clone() };
+    let names =
+        if args.served_model_name.is_empty() { vec![spec.clone()] } else { args.served_model_name.clone() };
     let server = ServerOptions {
         served_model_names: names,
         api_keys: keys,
@@ -91,7 +93,10 @@ pub fn run(args: ServeArgs) -> anyhow::Result<()> {
 fn start_log() {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    drop(tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init());
+    let colours = std::io::stderr().is_terminal();
+    let log =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(colours);
+    drop(log.try_init());
 }
 
 fn api_keys(args: &ServeArgs) -> anyhow::Result<Keys> {
@@ -105,9 +110,12 @@ fn api_keys(args: &ServeArgs) -> anyhow::Result<Keys> {
 }
 
 fn chat_template(path: &std::path::Path, model: &Model) -> anyhow::Result<ChatTemplate> {
-    let source = std::fs::read_to_string(path).with_context(|| format!("--chat-template {}", path.display()))?;
+    let source =
+        std::fs::read_to_string(path).with_context(|| format!("--chat-template {}", path.display()))?;
     let special = model.tokenizer.special_ids();
-    let text = |id: Option<u32>| id.and_then(|id| model.tokenizer.token_bytes(id)).and_then(|b| String::from_utf8(b).ok());
+    let text = |id: Option<u32>| {
+        id.and_then(|id| model.tokenizer.token_bytes(id)).and_then(|b| String::from_utf8(b).ok())
+    };
     let (bos, eos) = (text(special.bos), text(special.eos));
     ChatTemplate::compile(&source, bos.as_deref(), eos.as_deref())
         .with_context(|| format!("--chat-template {}", path.display()))
@@ -116,11 +124,17 @@ fn chat_template(path: &std::path::Path, model: &Model) -> anyhow::Result<ChatTe
 fn engine_facts(engine: &EngineHandle, options: &EngineOptions, max_requests: usize) -> EngineFacts {
     let sizing = engine.kv_sizing();
     let prefix = match options.enable_prefix_caching {
-        true => Capability::new("prefix_caching", true, "whole pages, exact tokens, apart for each API key and cache_salt"),
+        true => Capability::new(
+            "prefix_caching",
+            true,
+            "whole pages, exact tokens, apart for each API key and cache_salt",
+        ),
         false => Capability::new("prefix_caching", false, "turned off by --no-enable-prefix-caching"),
     };
     let int8 = match options.precision {
-        Precision::Int8 => Capability::new("int8_linear", true, "quantised weights; --dtype float32 turns it off"),
+        Precision::Int8 => {
+            Capability::new("int8_linear", true, "quantised weights; --dtype float32 turns it off")
+        }
         Precision::F32 => Capability::new("int8_linear", false, "--dtype float32"),
     };
     let chunks = format!("up to {} tokens a step, decodes first", options.max_num_batched_tokens);
@@ -168,7 +182,10 @@ fn report(args: &ServeArgs, spec: &str, options: &EngineOptions, app: &App, addr
     } else {
         println!("{} ({}), {} layers, from {spec}", config.name, config.architecture, config.layers.len());
         println!("{}", engine.report().replace("; ", "\n  "));
-        println!("up to {} requests at once, {} tokens a step", options.max_num_seqs, options.max_num_batched_tokens);
+        println!(
+            "up to {} requests at once, {} tokens a step",
+            options.max_num_seqs, options.max_num_batched_tokens
+        );
         for c in &capabilities {
             println!("  {} {:<20} {}", if c.active { "on " } else { "off" }, c.feature, c.reason);
         }

@@ -112,7 +112,11 @@ pub fn load(spec: &str) -> anyhow::Result<Arc<Model>> {
 }
 
 /// Starts an engine for `model` with room for `max_requests` requests, running and waiting.
-pub fn start(model: &Arc<Model>, options: EngineOptions, max_requests: usize) -> anyhow::Result<EngineHandle> {
+pub fn start(
+    model: &Arc<Model>,
+    options: EngineOptions,
+    max_requests: usize,
+) -> anyhow::Result<EngineHandle> {
     let engine = Engine::new(Arc::clone(model), options)?;
     EngineHandle::spawn(engine, HandleOptions { max_requests }).context("starting the engine's thread")
 }

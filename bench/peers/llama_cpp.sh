@@ -49,7 +49,7 @@ bench() {
     for tokens in 512 2048; do run -p "$tokens" -n 0 -r "${REPEATS:-3}"; done
     run -p 7936 -n 0 -r "${LONG_REPEATS:-2}" --no-warmup
     run -p 0 -n 64 -r "${REPEATS:-3}"
-    run -p 0 -n 32 -d 7936 -r "${REPEATS:-3}" --no-warmup
+    run -p 0 -n 64 -d 7936 -r "${REPEATS:-3}" --no-warmup
   done
   python3 - "$out" "${parts[@]}" <<'PY'
 import json, sys

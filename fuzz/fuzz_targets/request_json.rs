@@ -5,8 +5,12 @@ use libfuzzer_sys::fuzz_target;
 use suanpan_server::wire::{parse_chat, parse_completion, parse_detokenize, parse_tokenize};
 
 fuzz_target!(|data: &[u8]| {
-    let errors =
-        [parse_chat(data).err(), parse_completion(data).err(), parse_tokenize(data).err(), parse_detokenize(data).err()];
+    let errors = [
+        parse_chat(data).err(),
+        parse_completion(data).err(),
+        parse_tokenize(data).err(),
+        parse_detokenize(data).err(),
+    ];
     for error in errors.into_iter().flatten() {
         assert_eq!(error.status, 400);
         assert!(error.message.len() < 2000, "{}", error.message);

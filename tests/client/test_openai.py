@@ -10,9 +10,10 @@ import pytest
 
 from conftest import Server
 
-FACTS = "".join(f"k{i:02d}xyzw{i * 7:03d}: value-{i * 7919 % 10007:05d}\n" for i in range(40))
+# No two facts share seven bytes in a row that end in the same place of a line: that is what builtin:recall needs.
+FACTS = "".join(f"k{i:02d}xyzw{i * 7:03d}: {i * 7919 % 10007:05d}\n" for i in range(40))
 KEY = "k17xyzw119"
-VALUE = f"value-{17 * 7919 % 10007:05d}"
+VALUE = f"{17 * 7919 % 10007:05d}"
 QUESTION = [{"role": "user", "content": "Say hello."}]
 FORCED = {"extra_body": {"ignore_eos": True}, "temperature": 0}
 
@@ -88,8 +89,8 @@ def test_completions_stream_equals_whole(client):
 def test_recall_finds_the_fact(server, client):
     if "recall" not in server.client().models.list().data[0].root:
         pytest.skip("only builtin:recall promises this answer")
-    reply = complete(client, max_tokens=11, extra_body={})
-    assert reply.choices[0].text.startswith(VALUE)
+    choice = complete(client, max_tokens=11, extra_body={}).choices[0]
+    assert (choice.text, choice.finish_reason) == (VALUE, "stop")
 
 
 def test_logprobs_in_chat(client):

@@ -12,7 +12,18 @@ use serde_json::{Map, Value, json};
 
 /// What a reader needs to repeat a row. `clocks` and `dropout` may be "not controlled" and "none", but must be said.
 const REQUIRED: [&str; 12] = [
-    "phase", "device", "clocks", "dtype", "heads", "head_dim", "mask", "dropout", "lengths", "backend", "kernel", "cache_state",
+    "phase",
+    "device",
+    "clocks",
+    "dtype",
+    "heads",
+    "head_dim",
+    "mask",
+    "dropout",
+    "lengths",
+    "backend",
+    "kernel",
+    "cache_state",
 ];
 
 fn said(map: &Map<String, Value>, key: &str) -> bool {
@@ -34,7 +45,10 @@ fn check(conditions: &Map<String, Value>, rows: &[Value]) -> anyhow::Result<()> 
         }
         if row.contains_key("ratio") {
             for key in ["peer", "peer_version"] {
-                ensure!(said(row, key) || said(conditions, key), "record: rows[{i}] states a ratio without `{key}`");
+                ensure!(
+                    said(row, key) || said(conditions, key),
+                    "record: rows[{i}] states a ratio without `{key}`"
+                );
             }
         }
     }
@@ -51,7 +65,10 @@ fn output(command: &str, args: &[&str]) -> anyhow::Result<String> {
 fn cpu() -> (String, Value) {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |key: &str| {
-        info.lines().find(|l| l.starts_with(key)).and_then(|l| l.split_once(':')).map(|(_, v)| v.trim().to_string())
+        info.lines()
+            .find(|l| l.starts_with(key))
+            .and_then(|l| l.split_once(':'))
+            .map(|(_, v)| v.trim().to_string())
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let flags = field("flags").unwrap_or_default();
@@ -66,10 +83,12 @@ fn cpu() -> (String, Value) {
 
 /// Checks `from`, adds machine, compiler, commit and date, and writes the record.
 pub fn run(root: &Path, what: &str, from: &Path) -> anyhow::Result<String> {
-    let name_ok = !what.is_empty() && what.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
+    let name_ok =
+        !what.is_empty() && what.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
     ensure!(name_ok, "record: --what {what}: lower-case letters, digits and hyphens only");
     let text = fs::read_to_string(from).with_context(|| format!("reading {}", from.display()))?;
-    let input: Value = serde_json::from_str(&text).with_context(|| format!("{} is not JSON", from.display()))?;
+    let input: Value =
+        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", from.display()))?;
     let empty = Map::new();
     let conditions = input.get("conditions").and_then(Value::as_object).unwrap_or(&empty);
     let Some(rows) = input.get("rows").and_then(Value::as_array) else { bail!("record: no `rows`") };

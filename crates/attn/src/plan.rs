@@ -362,7 +362,7 @@ mod tests {
                 for i in 0..cut.count {
                     let range = cut.range(&(start..end), i);
                     assert_eq!(range.start, at, "{start}..{end} split {i} of {}", cut.count);
-                    assert!(i == 0 || range.start % KEY_BLOCK == 0);
+                    assert!(i == 0 || range.start.is_multiple_of(KEY_BLOCK));
                     at = range.end;
                 }
                 assert_eq!(at, end);

@@ -37,7 +37,7 @@ fn scores_below_a_large_negative_constant_lose_their_weight() {
                 let r = run_case(&c, &data, &m, f32::NAN);
                 assert_eq!(r.out[..2], [1.0, 1.0], "{m}: {c:?}");
                 close(r.lse[0], -90000.0, 0.01, "lse");
-                assert!(r.out[2..].iter().all(|&x| x == 1000.0), "{m}: {c:?}");
+                r.out[2..].iter().for_each(|&x| close(x, 1000.0, 1e-3, "later rows"));
             }
         }
     }

@@ -18,7 +18,12 @@ pub struct BadArgument {
 
 impl BadArgument {
     /// A refusal of `field` in operation `op`.
-    pub fn new(op: &'static str, field: impl Into<String>, asked: impl Display, supported: impl Display) -> Self {
+    pub fn new(
+        op: &'static str,
+        field: impl Into<String>,
+        asked: impl Display,
+        supported: impl Display,
+    ) -> Self {
         BadArgument { op, field: field.into(), asked: asked.to_string(), supported: supported.to_string() }
     }
 }

@@ -34,9 +34,9 @@ impl Mask {
         let centre = len.seqlen_k as i64 - len.seqlen_q as i64 + i as i64;
         let clip = |x: i64| x.clamp(0, len.seqlen_k as i64) as usize;
         let start = self.left.map_or(0, |l| clip(centre.saturating_sub(l.min(i64::MAX as usize) as i64)));
-        let end = self
-            .right
-            .map_or(len.seqlen_k, |r| clip(centre.saturating_add(r.min(i64::MAX as usize) as i64).saturating_add(1)));
+        let end = self.right.map_or(len.seqlen_k, |r| {
+            clip(centre.saturating_add(r.min(i64::MAX as usize) as i64).saturating_add(1))
+        });
         start.min(end)..end
     }
 
@@ -118,7 +118,8 @@ mod tests {
                     for a in 0..q {
                         for b in a + 1..=q {
                             let hull = mask.visible_hull(len, a..b);
-                            let rows: Vec<_> = (a..b).map(|i| mask.visible(len, i)).filter(|r| !r.is_empty()).collect();
+                            let rows: Vec<_> =
+                                (a..b).map(|i| mask.visible(len, i)).filter(|r| !r.is_empty()).collect();
                             let lo = rows.iter().map(|r| r.start).min();
                             let hi = rows.iter().map(|r| r.end).max();
                             match (lo, hi) {
@@ -139,6 +140,9 @@ mod tests {
     fn huge_lengths_do_not_wrap() {
         let n = 1usize << 31;
         assert_eq!(Mask::CAUSAL.visible_pairs(SeqLen::new(n, n)), (n as u64) * (n as u64 + 1) / 2);
-        assert_eq!(Mask { left: Some(usize::MAX), right: Some(usize::MAX) }.visible(SeqLen::new(2, 3), 0), 0..3);
+        assert_eq!(
+            Mask { left: Some(usize::MAX), right: Some(usize::MAX) }.visible(SeqLen::new(2, 3), 0),
+            0..3
+        );
     }
 }

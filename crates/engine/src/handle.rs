@@ -7,6 +7,7 @@ use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use suanpan_base::BadArgument;
 
@@ -247,10 +248,11 @@ fn serve(engine: &mut Engine, shared: &Shared, senders: &mut HashMap<RequestKey,
             Some(Shutdown::Finish) if !engine.has_work() => return "it was shut down".into(),
             _ => {}
         }
+        let start = Instant::now();
         let events = engine.step();
         publish(engine, shared); // before the events: whoever sees an end sees its pages back
         for event in events {
-            deliver(event, shared, senders);
+            deliver(event, start, shared, senders);
         }
         if let Some(failure) = engine.failure() {
             return failure.to_owned();
@@ -262,13 +264,16 @@ fn publish(engine: &Engine, shared: &Shared) {
     shared.lock().stats = engine.stats();
 }
 
-fn deliver(event: Event, shared: &Shared, senders: &mut HashMap<RequestKey, Sender>) {
+fn deliver(event: Event, step_start: Instant, shared: &Shared, senders: &mut HashMap<RequestKey, Sender>) {
     let (key, is_last) = (event.key(), event.is_last());
     if is_last {
         // Before the client can see the end, so that its next request finds the place free.
         shared.lock().unfinished -= usize::from(senders.contains_key(&key));
     }
     if let Some(sender) = senders.get(&key) {
+        if matches!(event, Event::Prefill { .. }) {
+            sender.admitted(step_start);
+        }
         sender.send(event);
     }
     if is_last {

@@ -25,6 +25,8 @@ struct State {
     queue: VecDeque<Event>,
     /// The sender is gone: what is queued is all.
     ended: bool,
+    /// When the step began that first ran the request.
+    admitted: Option<Instant>,
     waker: Option<Waker>,
 }
 
@@ -55,6 +57,11 @@ impl Channel {
 pub(crate) struct Sender(Arc<Channel>);
 
 impl Sender {
+    /// Notes when the request first ran; later notes change nothing.
+    pub fn admitted(&self, at: Instant) {
+        self.0.lock().admitted.get_or_insert(at);
+    }
+
     pub fn send(&self, event: Event) {
         self.0.change(|state| match (state.queue.len() >= JOIN_PAST, state.queue.back_mut(), event) {
             (
@@ -105,6 +112,11 @@ impl Stream {
     /// The request's key.
     pub fn key(&self) -> RequestKey {
         self.key
+    }
+
+    /// When the step began that first ran the request; `None` while it waits.
+    pub fn admitted_at(&self) -> Option<Instant> {
+        self.channel.lock().admitted
     }
 
     /// Waits for the next event on this thread; `None` after the last.

@@ -21,7 +21,13 @@ pub const fn kv_write_bytes(heads: HeadShape, tokens: usize, kv_dtype: DType) ->
 ///
 /// Each tile loads the keys and values that at least one of its rows can see, once per kv head (the query heads of a
 /// group share the load). `kv_write_bytes` is 0: appending to the cache is not the kernel's.
-pub fn attention_books(heads: HeadShape, mask: Mask, len: SeqLen, kv_dtype: DType, tile_q: usize) -> AttnBooks {
+pub fn attention_books(
+    heads: HeadShape,
+    mask: Mask,
+    len: SeqLen,
+    kv_dtype: DType,
+    tile_q: usize,
+) -> AttnBooks {
     assert!(tile_q >= 1, "a query tile holds at least one token");
     let pairs = mask.visible_pairs(len) * heads.num_q_heads as u64;
     let mut keys_loaded = 0u64;
@@ -32,7 +38,12 @@ pub fn attention_books(heads: HeadShape, mask: Mask, len: SeqLen, kv_dtype: DTyp
         row = end;
     }
     let per_key = kv_write_bytes(heads, 1, kv_dtype);
-    AttnBooks { pairs, flops: forward_flops(pairs, heads), kv_read_bytes: keys_loaded * per_key, kv_write_bytes: 0 }
+    AttnBooks {
+        pairs,
+        flops: forward_flops(pairs, heads),
+        kv_read_bytes: keys_loaded * per_key,
+        kv_write_bytes: 0,
+    }
 }
 
 /// Entry of one sequence under tiled attention: K and V per tile, q once, o once, lse in f32.
@@ -99,7 +110,8 @@ mod tests {
 
     #[test]
     fn decode_reads_each_key_once_for_the_whole_group() {
-        let books = attention_books(HeadShape::new(32, 8, 128), Mask::CAUSAL, SeqLen::extend(99, 1), DType::Bf16, 64);
+        let books =
+            attention_books(HeadShape::new(32, 8, 128), Mask::CAUSAL, SeqLen::extend(99, 1), DType::Bf16, 64);
         assert_eq!(books.kv_read_bytes, 100 * 8 * 256 * 2);
     }
 }

@@ -18,6 +18,9 @@ use crate::tokenizer::{Guard, Tokenizer, TokenizerError};
 
 /// Work a render may do: about one unit an instruction and one for each 64 bytes made, so also a bound on memory.
 const FUEL: u64 = 4_000_000;
+/// Address space for a render's stack. A loop can nest values as deep as the budget allows, and the engine frees them by recursion; what is
+/// not touched is never backed by memory.
+const STACK_BYTES: usize = 256 << 20;
 /// Name of the one template in its environment.
 const NAME: &str = "chat";
 /// Variables that a request cannot set through its template arguments.
@@ -126,8 +129,10 @@ impl ChatTemplate {
         context.extend(self.bos.as_deref().map(|t| ("bos_token", Value::from(t))));
         context.extend(self.eos.as_deref().map(|t| ("eos_token", Value::from(t))));
         context.extend(kwargs.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value)))));
-        let template = self.env.get_template(NAME).map_err(|e| render_error(&e))?;
-        template.render(Value::from(context)).map_err(|e| render_error(&e))
+        on_deep_stack(|| {
+            let template = self.env.get_template(NAME).map_err(|e| render_error(&e))?;
+            template.render(Value::from(context)).map_err(|e| render_error(&e))
+        })
     }
 
     /// The token ids of a conversation's prompt: rendered as by [`Self::render`], with the control tokens that the template
@@ -163,6 +168,19 @@ impl std::fmt::Debug for ChatTemplate {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ChatTemplate").field("source", &self.source).finish_non_exhaustive()
     }
+}
+
+/// Runs `work` on a thread of its own with [`STACK_BYTES`] of stack.
+fn on_deep_stack<T: Send>(
+    work: impl FnOnce() -> Result<T, TemplateError> + Send,
+) -> Result<T, TemplateError> {
+    let failed = |message: String| TemplateError::Render { line: 0, message };
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("chat-template".into()).stack_size(STACK_BYTES);
+        let handle =
+            thread.spawn_scoped(scope, work).map_err(|e| failed(format!("no thread to render on: {e}")))?;
+        handle.join().unwrap_or_else(|_| Err(failed("the render panicked".into())))
+    })
 }
 
 fn check_inputs(

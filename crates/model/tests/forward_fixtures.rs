@@ -104,9 +104,9 @@ fn gguf_twins_give_the_logits_of_their_safetensors() {
     }
 }
 
-/// Activations in 8 bits: an error of the activations' rounding, far below what 4-bit weights lose.
+/// Activations in 8 bits: an error of the activations' rounding, a few percent in these small models.
 #[test]
-fn int8_activations_stay_within_one_percent_and_bf16_keys_too() {
+fn int8_activations_and_bf16_keys_stay_within_a_few_percent() {
     for (file, logits) in GGUFS {
         let (tokens, reference) = reference(logits);
         let scale = (reference.iter().map(|x| f64::from(x * x)).sum::<f64>() / reference.len() as f64).sqrt();

@@ -3,11 +3,13 @@
 mod common;
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::driver::{Driver, Extend, all, last, options};
 use common::random::{Random, config, model};
 use suanpan_model::forward::{ExecOptions, LogitRows, StepSeq};
+use suanpan_model::{LoadOptions, load};
 use suanpan_ops::Precision;
 
 struct Counting;
@@ -46,9 +48,17 @@ static ALLOCATOR: Counting = Counting;
 /// One test, so that no other test's allocations are counted.
 #[test]
 fn steps_of_every_kind_allocate_nothing_once_the_executor_stands() {
-    for precision in [Precision::F32, Precision::Int8] {
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tied-q4_1.gguf");
+    let quantised = Arc::new(load(file, &LoadOptions::default(), &mut |_| {}).unwrap());
+    let floats = model(config(), 1);
+    for (model, precision) in [
+        (&floats, Precision::F32),
+        (&floats, Precision::Int8),
+        (&quantised, Precision::F32),
+        (&quantised, Precision::Int8),
+    ] {
         let opts = ExecOptions { precision, max_tokens: 128, ..options() };
-        let mut d = Driver::new(model(config(), 1), opts, 64);
+        let mut d = Driver::new(Arc::clone(model), opts, 64);
         let tokens = Random(2).tokens(128, 96);
         // Fills the batch (whose memory is kept) and the pages of two sequences.
         let (a, b) = (d.start(), d.start());

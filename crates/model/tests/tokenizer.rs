@@ -145,7 +145,8 @@ fn a_begin_token_is_never_written_twice() {
 #[test]
 fn a_megabyte_takes_linear_time() {
     let tokenizer = small("smollm_small.json");
-    let texts: [(&str, fn(usize) -> String); 4] = [
+    type Make = fn(usize) -> String;
+    let texts: [(&str, Make); 4] = [
         ("prose", |n| "The abacus counts, in 2024, what it's told.\n".repeat(n / 44)),
         ("one letter", |n| "a".repeat(n)),
         ("spaces", |n| " ".repeat(n) + "x"),

@@ -7,6 +7,9 @@ use std::time::Instant;
 
 use suanpan_ops::{Isa, LinearInput, LinearOut, LinearWorkspace, Precision, Weight, WeightFormat, linear};
 
+/// Bytes of copies of a matrix that decodes go through in turn: more than a last-level cache holds.
+const COPIES_BYTES: usize = 400_000_000;
+
 /// Deterministic noise in −1..1.
 struct Noise(u64);
 
@@ -136,7 +139,6 @@ fn run(bench: &mut Bench) -> Result<(), String> {
     let prefill = [(512, 576, 576), (512, 192, 576), (512, 1536, 576), (512, 576, 1536), (32, 1536, 576)];
     let decode = [(1, 576, 576), (1, 3072, 576), (1, 576, 1536), (1, 49152, 576), (4, 3072, 576)];
     let wide = [(512, 1024, 1024), (1, 1024, 1024), (1, 32768, 1024)];
-    let copies_bytes = 400_000_000;
     for format in WeightFormat::ALL {
         for precision in [Precision::Int8, Precision::F32] {
             if precision == Precision::Int8 && !format.is_quantised() {
@@ -150,7 +152,7 @@ fn run(bench: &mut Bench) -> Result<(), String> {
             let shapes: &[_] = if format.block_elems() == 256 { &wide } else { &[prefill, decode].concat() };
             for &(m, n, k) in shapes {
                 let bytes = format.row_bytes(k).ok_or("whole blocks")? * n;
-                let copies = if m > 8 { 1 } else { (copies_bytes / bytes).clamp(1, 400) };
+                let copies = if m > 8 { 1 } else { (COPIES_BYTES / bytes).clamp(1, 400) };
                 let (t, median, error) =
                     bench.time(format, precision, (m, n, k), copies).map_err(|e| e.to_string())?;
                 let (ops, name) = (2.0 * (m * n * k) as f64, format.name());

@@ -1,6 +1,6 @@
 //! The rest of a transformer on CPU: linear layers over file-format weights, RMS norm, rotary positions, gated activation, embedding.
 //!
-//! Weights stay in the bytes of their file (see [`format`]); nothing is repacked for longer than one tile of one call. Attention is
+//! Weights stay in the bytes of their file (see [`mod@format`]); nothing is repacked for longer than one tile of one call. Attention is
 //! not here (`attn`), nor any file parsing (`model`). No function here allocates on the heap once its workspace exists.
 
 pub mod activation;

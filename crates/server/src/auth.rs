@@ -88,7 +88,17 @@ mod tests {
         assert_eq!(tenant(&keys, "Bearer alpha"), Some(Tenant(0)));
         assert_eq!(tenant(&keys, "bearer beta"), Some(Tenant(1)));
         assert_eq!(tenant(&keys, "Basic YW55OmJldGE="), Some(Tenant(1)));
-        for bad in ["Basic YW55OmJldA==", "Basic YmV0YQ==", "Basic !", "Bearer alph", "Bearer alphaa", "Bearer ", "Basic alpha", "alpha", "Bearer \u{1}"] {
+        for bad in [
+            "Basic YW55OmJldA==",
+            "Basic YmV0YQ==",
+            "Basic !",
+            "Bearer alph",
+            "Bearer alphaa",
+            "Bearer ",
+            "Basic alpha",
+            "alpha",
+            "Bearer \u{1}",
+        ] {
             let parsed = bad.parse::<axum::http::HeaderValue>();
             assert!(parsed.is_err() || tenant(&keys, bad).is_none(), "{bad}");
         }

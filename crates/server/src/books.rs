@@ -63,7 +63,8 @@ mod tests {
 
     #[test]
     fn usage_counts_a_prompt_once_and_the_ledger_every_choice() {
-        let one = RequestBooks { prompt_tokens: 5, output_tokens: 3, cached_tokens: 2, ..RequestBooks::default() };
+        let one =
+            RequestBooks { prompt_tokens: 5, output_tokens: 3, cached_tokens: 2, ..RequestBooks::default() };
         let other = RequestBooks { prompt_tokens: 7, ..one };
         let u = usage(&[one, one, other, other], 2);
         assert_eq!((u.prompt_tokens, u.completion_tokens, u.total_tokens), (12, 12, 24));

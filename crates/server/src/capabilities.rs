@@ -47,7 +47,11 @@ const ABSENT: [(&str, &str); 8] = [
 pub fn list(engine: &[Capability], api_keys: bool, chat_template: bool) -> Vec<Capability> {
     let mut all: Vec<Capability> = ACTIVE.iter().map(|(f, r)| Capability::new(f, true, *r)).collect();
     if !chat_template {
-        all[0] = Capability::new("chat_completions", false, "the model has no chat template; give --chat-template");
+        all[0] = Capability::new(
+            "chat_completions",
+            false,
+            "the model has no chat template; give --chat-template",
+        );
     }
     let keys = if api_keys { "every route but /health wants a key" } else { "no --api-key was given" };
     all.push(Capability::new("api_keys", api_keys, keys));

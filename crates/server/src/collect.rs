@@ -85,7 +85,12 @@ fn all_books(answers: &[Answer]) -> Vec<RequestBooks> {
 }
 
 /// A whole chat reply.
-pub(crate) async fn chat(app: &App, run: Run, heading: &Heading, prompt: &Ready) -> Result<Response, ApiError> {
+pub(crate) async fn chat(
+    app: &App,
+    run: Run,
+    heading: &Heading,
+    prompt: &Ready,
+) -> Result<Response, ApiError> {
     let answers = answers(run).await?;
     let tokenizer = &app.model.tokenizer;
     let usage = books::usage(&all_books(&answers), heading.n);

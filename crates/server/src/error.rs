@@ -57,7 +57,8 @@ impl ApiError {
     /// 400: `param` is a field that this server does not know.
     pub fn unknown_field(param: impl Into<String>) -> Self {
         let param = param.into();
-        let message = format!("Unknown field '{param}': the fields of this route are listed in the API reference.");
+        let message =
+            format!("Unknown field '{param}': the fields of this route are listed in the API reference.");
         let mut e = Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", message);
         e.param = Some(param);
         e.coded("unknown_field")
@@ -83,7 +84,12 @@ impl ApiError {
     }
 
     /// 400: prompt and completion do not fit into the context. `param` is the field that holds the prompt.
-    pub fn context_length(param: &str, limit: usize, prompt_tokens: usize, completion: Option<usize>) -> Self {
+    pub fn context_length(
+        param: &str,
+        limit: usize,
+        prompt_tokens: usize,
+        completion: Option<usize>,
+    ) -> Self {
         let message = match completion {
             Some(max_tokens) => format!(
                 "This model's maximum context length is {limit} tokens. However, you requested {} tokens \
@@ -132,7 +138,8 @@ impl ApiError {
     /// 405: a known path, another method.
     pub fn wrong_method(method: &str, path: &str) -> Self {
         let message = format!("Not allowed to {method} on {}.", shorten(path));
-        Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", message).coded("method_not_allowed")
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", message)
+            .coded("method_not_allowed")
     }
 
     /// 408: the body did not arrive in time.
@@ -150,14 +157,17 @@ impl ApiError {
     /// 415: the body is not declared as JSON.
     pub fn media_type(got: &str) -> Self {
         let got = if got.is_empty() { "none" } else { got };
-        let message = format!("Unsupported media type '{}': send 'Content-Type: application/json'.", shorten(got));
+        let message =
+            format!("Unsupported media type '{}': send 'Content-Type: application/json'.", shorten(got));
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "invalid_request_error", message)
             .coded("unsupported_media_type")
     }
 
     /// 429: the waiting line is full.
     pub fn queue_full(unfinished: usize, limit: usize) -> Self {
-        let message = format!("The server is busy: {unfinished} choices run or wait, at most {limit} may. Retry later.");
+        let message = format!(
+            "The server is busy: {unfinished} choices run or wait, at most {limit} may. Retry later."
+        );
         let mut e = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
         e.retry_after_s = Some(1);
         e.coded("rate_limit_exceeded")
@@ -181,7 +191,8 @@ impl ApiError {
             param: self.param.as_deref(),
             code: self.code,
         };
-        serde_json::to_string(&Body { error }).unwrap_or_else(|_| r#"{"error":{"message":"internal error"}}"#.into())
+        serde_json::to_string(&Body { error })
+            .unwrap_or_else(|_| r#"{"error":{"message":"internal error"}}"#.into())
     }
 }
 
@@ -231,7 +242,8 @@ mod tests {
 
     #[test]
     fn the_shape_is_openais_with_nulls_present() {
-        let e: serde_json::Value = serde_json::from_str(&ApiError::unknown_route("GET", "/x").to_json()).unwrap();
+        let e: serde_json::Value =
+            serde_json::from_str(&ApiError::unknown_route("GET", "/x").to_json()).unwrap();
         let keys: Vec<_> = e["error"].as_object().unwrap().keys().cloned().collect();
         assert_eq!(keys.len(), 4);
         assert!(e["error"]["param"].is_null());

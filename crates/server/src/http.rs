@@ -49,7 +49,10 @@ pub async fn guard(State(app): State<App>, mut request: Request, next: Next) -> 
     let (id, valid) = match request.headers().get(REQUEST_ID) {
         None => (app.ids.fresh("req-"), true),
         Some(value) => match value.to_str() {
-            Ok(s) if (1..=MAX_REQUEST_ID_BYTES).contains(&s.len()) && s.bytes().all(|b| b.is_ascii_graphic()) => {
+            Ok(s)
+                if (1..=MAX_REQUEST_ID_BYTES).contains(&s.len())
+                    && s.bytes().all(|b| b.is_ascii_graphic()) =>
+            {
                 (s.to_owned(), true)
             }
             _ => (app.ids.fresh("req-"), false),

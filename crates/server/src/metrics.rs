@@ -10,8 +10,8 @@ use suanpan_engine::EngineStats;
 
 /// Seconds for latencies of whole requests and of their phases.
 const LATENCY_BUCKETS_S: [f64; 22] = [
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
-    640.0, 2560.0,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
 ];
 /// Seconds between two tokens; finer than vLLM's below 10 ms.
 const GAP_BUCKETS_S: [f64; 18] =
@@ -135,7 +135,8 @@ impl Metrics {
             read_bytes: pair("suanpan:kv_read_bytes_total"),
             write_bytes: pair("suanpan:kv_write_bytes_total"),
             disagreements: metrics::counter!("suanpan:books_disagree_total"),
-            step_us: ["layers", "rest"].map(|part| metrics::counter!("suanpan:step_us_total", "part" => part)),
+            step_us: ["layers", "rest"]
+                .map(|part| metrics::counter!("suanpan:step_us_total", "part" => part)),
             lost_tokens: metrics::counter!("suanpan:preemption_lost_tokens_total"),
         }
     }
@@ -216,7 +217,10 @@ fn builder(model_name: &str, max_model_len: usize) -> PrometheusBuilder {
         .iter()
         .map(|name| (*name, LATENCY_BUCKETS_S.as_slice()))
         .chain(TOKEN_HISTOGRAMS.iter().map(|name| (*name, lengths.as_slice())))
-        .chain([(GAPS, GAP_BUCKETS_S.as_slice()), (CHOICES, [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 128.0].as_slice())]);
+        .chain([
+            (GAPS, GAP_BUCKETS_S.as_slice()),
+            (CHOICES, [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 128.0].as_slice()),
+        ]);
     let mut builder = PrometheusBuilder::new().add_global_label("model_name", model_name);
     for (name, buckets) in sets {
         builder = match builder.set_buckets_for_metric(Matcher::Full(name.into()), buckets) {
@@ -232,8 +236,14 @@ fn describe() {
     metrics::describe_gauge!("vllm:num_requests_waiting", "Requests in the queue.");
     metrics::describe_gauge!("vllm:kv_cache_usage_perc", "Share of the pages that requests hold (0 to 1).");
     metrics::describe_gauge!("vllm:cache_config_info", "Settings of the KV cache, as labels.");
-    metrics::describe_gauge!("suanpan:kv_pages", "Pages by state: free, cached (prefix cache alone), active.");
-    metrics::describe_counter!("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.");
+    metrics::describe_gauge!(
+        "suanpan:kv_pages",
+        "Pages by state: free, cached (prefix cache alone), active."
+    );
+    metrics::describe_counter!(
+        "vllm:prefix_cache_queries_total",
+        "Prompt tokens looked up in the prefix cache."
+    );
     metrics::describe_counter!("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.");
     metrics::describe_counter!("vllm:num_preemptions_total", "Requests thrown back because pages ran out.");
     metrics::describe_counter!("vllm:prompt_tokens_total", "Prompt tokens of ended requests.");
@@ -241,10 +251,17 @@ fn describe() {
     metrics::describe_counter!("vllm:request_success_total", "Ended requests by cause.");
     metrics::describe_counter!("suanpan:steps_total", "Steps of the engine.");
     metrics::describe_counter!("suanpan:step_us_total", "Microseconds in steps, by part: layers, rest.");
-    metrics::describe_counter!("suanpan:preemption_lost_tokens_total", "Computed tokens that preemptions threw away.");
+    metrics::describe_counter!(
+        "suanpan:preemption_lost_tokens_total",
+        "Computed tokens that preemptions threw away."
+    );
     metrics::describe_counter!("suanpan:attention_flops_total", "Attention FLOPs of ended requests.");
     metrics::describe_counter!("suanpan:kv_read_bytes_total", Unit::Bytes, "K/V bytes read by attention.");
-    metrics::describe_counter!("suanpan:kv_write_bytes_total", Unit::Bytes, "K/V bytes written to the cache.");
+    metrics::describe_counter!(
+        "suanpan:kv_write_bytes_total",
+        Unit::Bytes,
+        "K/V bytes written to the cache."
+    );
     metrics::describe_counter!("suanpan:books_disagree_total", "Requests whose books disagree: must stay 0.");
     metrics::describe_histogram!("vllm:time_to_first_token_seconds", "Arrival to first token.");
     metrics::describe_histogram!(GAPS, "Gap between two tokens of a request.");
@@ -266,7 +283,13 @@ mod tests {
         a.asked(2);
         a.first_token(Duration::from_millis(3));
         a.next_token(Duration::from_millis(1));
-        a.done(&Done { reason: "stop", prompt_tokens: 5, output_tokens: 7, books_agree: Some(true), ..Done::default() });
+        a.done(&Done {
+            reason: "stop",
+            prompt_tokens: 5,
+            output_tokens: 7,
+            books_agree: Some(true),
+            ..Done::default()
+        });
         let totals = Totals { generation_tokens: 7, ..Totals::default() };
         let now = EngineStats { running: 1, kv_usage: 0.4, pages_held: 4, totals, ..EngineStats::default() };
         let page = a.render(&now);

@@ -42,7 +42,8 @@ pub(crate) fn completion(
 /// Ids of a conversation in the model's own chat format. Control tokens spelled inside messages stay text.
 pub(crate) fn chat(model: &Model, conversation: &Conversation) -> Result<Vec<u32>, ApiError> {
     let Some(template) = &model.chat_template else {
-        let reason = "this model has no chat template: use /v1/completions, or start the server with --chat-template.";
+        let reason =
+            "this model has no chat template: use /v1/completions, or start the server with --chat-template.";
         return Err(ApiError::unsupported("messages", reason));
     };
     let (messages, kwargs) = (conversation.to_value(), &conversation.chat_template_kwargs);
@@ -61,7 +62,12 @@ pub(crate) fn chat(model: &Model, conversation: &Conversation) -> Result<Vec<u32
 }
 
 /// Ids of a text whose author writes the whole prompt: control tokens spelled in it are meant.
-pub(crate) fn text_ids(model: &Model, name: &str, text: &str, add_special: bool) -> Result<Vec<u32>, ApiError> {
+pub(crate) fn text_ids(
+    model: &Model,
+    name: &str,
+    text: &str,
+    add_special: bool,
+) -> Result<Vec<u32>, ApiError> {
     model
         .tokenizer
         .encode_with_specials(text, add_special)
@@ -100,7 +106,11 @@ pub(crate) fn budget(
 }
 
 /// The parameters of one prompt: its own `max_tokens`, everything checked against the vocabulary.
-pub(crate) fn params(model: &Model, asked: &SamplingParams, max_tokens: usize) -> Result<SamplingParams, ApiError> {
+pub(crate) fn params(
+    model: &Model,
+    asked: &SamplingParams,
+    max_tokens: usize,
+) -> Result<SamplingParams, ApiError> {
     let params = SamplingParams { max_tokens: Some(max_tokens), ..asked.clone() };
     params.validate(model.config.vocab_size)?;
     Ok(params)
@@ -122,6 +132,7 @@ mod tests {
             (2048, None, vec!["2048", "leaves no room"]),
             (3000, None, vec!["2048", "3000"]),
             (3000, Some(0), vec!["2048", "3000"]),
+            (8, Some(2041), vec!["2048", "2049", "8 in the prompt", "2041 in the completion"]),
             (8, Some(usize::MAX), vec!["2048", "8 in the prompt"]),
         ] {
             let e = ask(prompt, asked).unwrap_err();

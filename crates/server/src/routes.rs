@@ -19,7 +19,8 @@ use crate::prompt::{self, Ready};
 use crate::run::{Run, Work};
 use crate::stream::{self, ChatSpelling, CompletionSpelling, UsageMode};
 use crate::wire::{
-    self, ChatRequest, Common, CompletionRequest, DetokenizeReply, ModelCard, ModelList, TokenizeInput, TokenizeReply,
+    self, ChatRequest, Common, CompletionRequest, DetokenizeReply, ModelCard, ModelList, TokenizeInput,
+    TokenizeReply,
 };
 
 /// OpenAI's default length of a text completion.
@@ -151,7 +152,8 @@ async fn chat(
     let run = Run::start(&app, &work)?;
     match (stream, prompts.first()) {
         (Some(mode), _) => {
-            let spelling = ChatSpelling { logprobs: heading.logprobs.is_some(), token_ids: heading.token_ids };
+            let spelling =
+                ChatSpelling { logprobs: heading.logprobs.is_some(), token_ids: heading.token_ids };
             Ok(stream::respond(&app, run, heading, prompts, mode, spelling))
         }
         (None, Some(ready)) => collect::chat(&app, run, &heading, ready).await,

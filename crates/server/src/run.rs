@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 
 use suanpan_engine::logprobs::PositionLogprobs;
 use suanpan_engine::{
-    Event, FinishReason, Request, RequestBooks, RequestError, SamplingParams, StopReason, Stream,
-    SubmitError,
+    Event, FinishReason, Request, RequestBooks, RequestError, SamplingParams, StopReason, Stream, SubmitError,
 };
 
 use crate::app::App;
@@ -74,7 +73,10 @@ impl Run {
         let count = work.prompts.len() * work.n;
         if count > app.facts.max_requests {
             let most = app.facts.max_requests;
-            return Err(ApiError::bad_field("n", format!("{count} choices never fit: at most {most} at once.")));
+            return Err(ApiError::bad_field(
+                "n",
+                format!("{count} choices never fit: at most {most} at once."),
+            ));
         }
         let mut streams = Vec::with_capacity(count);
         for (prompt, params) in &work.prompts {
@@ -91,9 +93,8 @@ impl Run {
             }
         }
         app.metrics.asked(work.n);
-        let choice = |(index, (stream, prompt_tokens, params)): (usize, (Stream, usize, &SamplingParams))| Choice {
-            stream: Some(stream),
-            ticket: Ticket::new(app, work, index, prompt_tokens, params),
+        let choice = |(index, (stream, prompt_tokens, params)): (usize, (Stream, usize, &SamplingParams))| {
+            Choice { stream: Some(stream), ticket: Ticket::new(app, work, index, prompt_tokens, params) }
         };
         let choices = streams.into_iter().enumerate().map(choice).collect();
         Ok(Run { choices, turn: 0 })
@@ -137,7 +138,8 @@ impl Choice {
             };
             let piece = match event {
                 Some(Event::Prefill { cached_tokens, .. }) => {
-                    self.ticket.admitted(cached_tokens);
+                    let at = stream.admitted_at();
+                    self.ticket.admitted(at, cached_tokens);
                     continue;
                 }
                 Some(Event::PromptLogprobs { positions, .. }) => Ok(Piece::Prompt(positions)),
@@ -219,9 +221,10 @@ impl Ticket {
         }
     }
 
-    fn admitted(&mut self, cached_tokens: usize) {
+    /// The event arrives when the first step is over; `at` is when that step began.
+    fn admitted(&mut self, at: Option<Instant>, cached_tokens: usize) {
         if self.admitted.is_none() {
-            self.admitted = Some(Instant::now());
+            self.admitted = at;
             self.cached_tokens = cached_tokens;
         }
     }
@@ -253,7 +256,7 @@ impl Ticket {
             prompt_tokens: self.prompt_tokens as u64,
             output_tokens: self.output_tokens as u64,
             max_tokens: self.max_tokens as u64,
-            queue: admitted - self.arrived,
+            queue: admitted.saturating_duration_since(self.arrived),
             prefill: self.first.map(|first| first.saturating_duration_since(admitted)),
             decode: self.first.map_or(Duration::ZERO, |first| self.last - first),
             total: now - self.arrived,

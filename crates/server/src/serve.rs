@@ -34,7 +34,12 @@ pub enum Ending {
 
 /// Listens on `host:port` (port 0: any free one), tells `ready` the address, and serves until SIGINT or SIGTERM. A second
 /// signal ends the process at once. Blocks; the HTTP side runs on two threads of its own.
-pub fn run_until_signal(host: &str, port: u16, app: App, ready: impl FnOnce(SocketAddr)) -> io::Result<Ending> {
+pub fn run_until_signal(
+    host: &str,
+    port: u16,
+    app: App,
+    ready: impl FnOnce(SocketAddr),
+) -> io::Result<Ending> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {
         let listener = TcpListener::bind((host, port)).await?;

@@ -240,7 +240,12 @@ impl Spelling for ChatSpelling {
         })
     }
 
-    fn end(&mut self, index: usize, reason: &'static str, stop_reason: Option<wire::StopReason>) -> ChunkChoice {
+    fn end(
+        &mut self,
+        index: usize,
+        reason: &'static str,
+        stop_reason: Option<wire::StopReason>,
+    ) -> ChunkChoice {
         ChunkChoice { index, finish_reason: Some(reason), stop_reason, ..ChunkChoice::default() }
     }
 }
@@ -303,7 +308,17 @@ impl Spelling for CompletionSpelling {
         })
     }
 
-    fn end(&mut self, index: usize, reason: &'static str, stop: Option<wire::StopReason>) -> CompletionChoice {
-        CompletionChoice { index, finish_reason: Some(reason), stop_reason: stop, ..CompletionChoice::default() }
+    fn end(
+        &mut self,
+        index: usize,
+        reason: &'static str,
+        stop: Option<wire::StopReason>,
+    ) -> CompletionChoice {
+        CompletionChoice {
+            index,
+            finish_reason: Some(reason),
+            stop_reason: stop,
+            ..CompletionChoice::default()
+        }
     }
 }

@@ -2,8 +2,9 @@
 
 mod common;
 
-use common::{Server, completion, fact, filler, long_completion, with};
+use common::{Server, completion, fact, filler, long_completion, post_bytes, send, with};
 use serde_json::{Value, json};
+use suanpan_server::{Keys, ServerOptions};
 
 const CHAT: &str = "/v1/chat/completions";
 const TEXT: &str = "/v1/completions";
@@ -15,7 +16,8 @@ fn fox_prompt() -> String {
 }
 
 fn chat_of(prompt: &str, extra: Value) -> Value {
-    let base = json!({"model": "suanpan", "messages": [{"role": "user", "content": prompt}], "temperature": 0});
+    let base =
+        json!({"model": "suanpan", "messages": [{"role": "user", "content": prompt}], "temperature": 0});
     with(base, extra)
 }
 
@@ -78,7 +80,8 @@ async fn a_stream_has_role_deltas_end_usage_and_done_in_this_order() {
     assert_eq!(joined(&events, true), (FOX.into(), "stop".into()));
     let plain = server.post(CHAT, &chat_of(&fox_prompt(), json!({"stream": true}))).await.events();
     assert!(plain.iter().all(|e| e.get("usage").is_none() && e["choices"][0]["index"] == 0));
-    let extra = json!({"stream": true, "stream_options": {"include_usage": true, "continuous_usage_stats": true}});
+    let extra =
+        json!({"stream": true, "stream_options": {"include_usage": true, "continuous_usage_stats": true}});
     let counted = server.post(CHAT, &chat_of(&fox_prompt(), extra)).await.events();
     let totals: Vec<u64> = counted.iter().filter_map(|e| e["usage"]["completion_tokens"].as_u64()).collect();
     assert!(totals.len() == counted.len() && totals.is_sorted(), "{totals:?}");
@@ -108,7 +111,11 @@ async fn a_stop_string_that_spans_tokens_never_leaks_its_start() {
             for i in 0..2 {
                 let choice = &whole["choices"][i];
                 let got = if chat { &choice["message"]["content"] } else { &choice["text"] };
-                assert_eq!((got.as_str(), choice["finish_reason"].as_str()), (Some(text), Some(reason)), "{stop}");
+                assert_eq!(
+                    (got.as_str(), choice["finish_reason"].as_str()),
+                    (Some(text), Some(reason)),
+                    "{stop}"
+                );
                 assert_eq!(choice["stop_reason"], met, "{stop}");
             }
             let events = server.post(path, &with(body, json!({"stream": true, "n": 1}))).await.events();
@@ -120,7 +127,8 @@ async fn a_stop_string_that_spans_tokens_never_leaks_its_start() {
     let reply = server.post(TEXT, &cut).await.json();
     assert_eq!(reply["choices"][0]["text"], "The quick brown");
     assert_eq!(reply["choices"][0]["finish_reason"], "length");
-    let kept = with(completion(&fox_prompt(), 60), json!({"stop": ["own"], "include_stop_str_in_output": true}));
+    let kept =
+        with(completion(&fox_prompt(), 60), json!({"stop": ["own"], "include_stop_str_in_output": true}));
     assert_eq!(server.post(TEXT, &kept).await.json()["choices"][0]["text"], "The quick brown");
     server.stop().await;
 }
@@ -135,9 +143,11 @@ async fn token_counts_are_exact_and_an_empty_completion_is_empty() {
         assert_eq!(whole["usage"]["completion_tokens"], count);
         assert_eq!(whole["choices"][0]["token_ids"].as_array().map(Vec::len), Some(count));
         assert_eq!(whole["choices"][0]["finish_reason"], "length");
-        let extra = json!({"stream": true, "stream_options": {"include_usage": true}, "return_token_ids": true});
+        let extra =
+            json!({"stream": true, "stream_options": {"include_usage": true}, "return_token_ids": true});
         let events = server.post(TEXT, &with(body, extra)).await.events();
-        let ids: usize = events.iter().filter_map(|e| e["choices"][0]["token_ids"].as_array()).map(Vec::len).sum();
+        let ids: usize =
+            events.iter().filter_map(|e| e["choices"][0]["token_ids"].as_array()).map(Vec::len).sum();
         assert_eq!(ids, count);
         assert_eq!(events.last().expect("usage")["usage"]["completion_tokens"], count);
     }
@@ -153,24 +163,30 @@ async fn token_counts_are_exact_and_an_empty_completion_is_empty() {
 #[tokio::test(flavor = "multi_thread")]
 async fn choices_come_prompt_by_prompt_also_in_a_stream() {
     let server = Server::start().await;
-    let body = json!({"prompt": ["ab", "cd"], "n": 2, "echo": true, "max_tokens": 3, "ignore_eos": true, "seed": 5});
+    let body =
+        json!({"prompt": ["ab", "cd"], "n": 2, "echo": true, "max_tokens": 3, "ignore_eos": true, "seed": 5});
     let whole = server.post(TEXT, &body).await.json();
     let texts: Vec<&str> =
         whole["choices"].as_array().expect("choices").iter().filter_map(|c| c["text"].as_str()).collect();
     assert_eq!(texts.iter().map(|t| &t[..2]).collect::<Vec<_>>(), ["ab", "ab", "cd", "cd"]);
-    let indices: Vec<_> = whole["choices"].as_array().expect("choices").iter().map(|c| c["index"].clone()).collect();
+    let indices: Vec<_> =
+        whole["choices"].as_array().expect("choices").iter().map(|c| c["index"].clone()).collect();
     assert_eq!(indices, [0, 1, 2, 3]);
     let usage = &whole["usage"];
     assert_eq!((&usage["prompt_tokens"], &usage["completion_tokens"]), (&json!(4), &json!(12)));
     let events = server.post(TEXT, &with(body.clone(), json!({"stream": true}))).await.events();
     for (i, text) in texts.iter().enumerate() {
         let of = |e: &&Value| e["choices"][0]["index"] == i;
-        let streamed: String = events.iter().filter(of).filter_map(|e| e["choices"][0]["text"].as_str()).collect();
+        let streamed: String =
+            events.iter().filter(of).filter_map(|e| e["choices"][0]["text"].as_str()).collect();
         assert_eq!(&streamed, text, "choice {i}");
     }
-    // Choice 1 is what a single request with the next seed gives.
-    let single = json!({"prompt": "ab", "echo": true, "max_tokens": 3, "ignore_eos": true, "seed": 6});
-    assert_eq!(server.post(TEXT, &single).await.json()["choices"][0]["text"], texts[1]);
+    // Choice 1 is what a single request with the next seed gives; the temperature makes the model's sure bets uncertain.
+    let hot = json!({"prompt": "ab", "max_tokens": 8, "ignore_eos": true, "temperature": 100, "return_token_ids": true});
+    let two = server.post(TEXT, &with(hot.clone(), json!({"n": 2, "seed": 5}))).await.json();
+    let one = server.post(TEXT, &with(hot, json!({"seed": 6}))).await.json();
+    assert_eq!(two["choices"][1]["token_ids"], one["choices"][0]["token_ids"]);
+    assert_ne!(two["choices"][0]["token_ids"], two["choices"][1]["token_ids"]);
     server.stop().await;
 }
 
@@ -189,7 +205,10 @@ async fn prompt_logprobs_are_the_same_after_a_prefix_hit_and_line_up_with_the_te
     assert_eq!(a["token_logprobs"].as_array().map(Vec::len), Some(49));
     assert_eq!((&a["token_logprobs"][0], &a["top_logprobs"][0]), (&Value::Null, &Value::Null));
     for i in 1..49 {
-        let (x, y) = (a["token_logprobs"][i].as_f64().expect("a number"), b["token_logprobs"][i].as_f64().expect("one"));
+        let (x, y) = (
+            a["token_logprobs"][i].as_f64().expect("a number"),
+            b["token_logprobs"][i].as_f64().expect("one"),
+        );
         assert!((x - y).abs() <= 1e-3 && (-9999.0..=0.0).contains(&x), "position {i}: {x} {y}");
         assert!(a["top_logprobs"][i].as_object().is_some_and(|o| (1..=2).contains(&o.len())));
     }
@@ -219,7 +238,10 @@ async fn impossible_tokens_leave_the_json_strict() {
         assert_eq!(entry["bytes"].as_array().map(Vec::len), Some(1));
         assert_eq!(entry["top_logprobs"].as_array().map(Vec::len), Some(5));
         for candidate in entry["top_logprobs"].as_array().expect("candidates").iter().chain([entry]) {
-            assert!(candidate["logprob"].as_f64().is_some_and(|v| (-9999.0..=0.0).contains(&v)), "{candidate}");
+            assert!(
+                candidate["logprob"].as_f64().is_some_and(|v| (-9999.0..=0.0).contains(&v)),
+                "{candidate}"
+            );
         }
     }
     server.stop().await;
@@ -240,7 +262,11 @@ async fn vllms_prompt_logprobs_and_pure_scoring_work() {
     let chat = server.post(CHAT, &chat_of("abcabcabc", extra)).await.json();
     let list = chat["prompt_logprobs"].as_array().expect("a list");
     assert_eq!((list.len(), &list[0]), (9, &Value::Null));
-    let entry = list[5].as_object().expect("candidates").get(&(u32::from(b'c')).to_string()).expect("the token itself");
+    let entry = list[5]
+        .as_object()
+        .expect("candidates")
+        .get(&(u32::from(b'c')).to_string())
+        .expect("the token itself");
     assert!(entry["rank"].as_u64().is_some_and(|r| r >= 1) && entry["decoded_token"] == "c", "{entry}");
     server.stop().await;
 }
@@ -249,15 +275,34 @@ async fn vllms_prompt_logprobs_and_pure_scoring_work() {
 async fn cached_prefixes_are_reported_and_split_by_salt() {
     let server = Server::start().await;
     let prompt = filler(200);
-    let cached = |reply: Value| reply["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("a count");
+    let cached =
+        |reply: Value| reply["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("a count");
     assert_eq!(cached(server.post(TEXT, &completion(&prompt, 1)).await.json()), 0);
     let again = server.post(TEXT, &completion(&prompt, 1)).await.json();
     assert_eq!(again["usage"]["ledger"]["agree"], true);
     let hit = cached(again);
     assert!(hit > 0 && hit < 200, "{hit}");
-    let salted = with(completion(&prompt, 1), json!({"cache_salt": "mine"}));
-    assert_eq!(cached(server.post(TEXT, &salted).await.json()), 0);
-    assert_eq!(cached(server.post(TEXT, &salted).await.json()), hit);
+    for salt in ["mine", "yours"] {
+        let salted = with(completion(&prompt, 1), json!({"cache_salt": salt}));
+        assert_eq!(cached(server.post(TEXT, &salted).await.json()), 0, "{salt}");
+        assert_eq!(cached(server.post(TEXT, &salted).await.json()), hit, "{salt}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_keys_prompts_are_never_found_by_another_key() {
+    let api_keys = Keys::new(vec!["first".into(), "second".into()]).expect("valid keys");
+    let options = ServerOptions { api_keys, ..ServerOptions::default() };
+    let server = Server::with(common::engine_options(), options).await;
+    let body = completion(&filler(200), 1).to_string();
+    let cached = async |key: &str| {
+        let header = format!("Authorization: Bearer {key}\r\n");
+        let reply = send(server.addr, &post_bytes(TEXT, &header, body.as_bytes())).await.json();
+        reply["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("a count")
+    };
+    assert_eq!((cached("first").await, cached("second").await), (0, 0));
+    assert!(cached("first").await > 0 && cached("second").await > 0);
     server.stop().await;
 }
 
@@ -271,7 +316,8 @@ async fn tokenize_and_detokenize_are_inverse() {
     assert_eq!((&reply["token_strs"][0], &reply["token_strs"][2]), (&json!("G"), &json!("bytes:\\xc3")));
     let back = server.post("/detokenize", &json!({"tokens": reply["tokens"]})).await.json();
     assert_eq!(back["prompt"], text);
-    let chat = server.post("/tokenize", &json!({"messages": [{"role": "user", "content": "abc"}]})).await.json();
+    let chat =
+        server.post("/tokenize", &json!({"messages": [{"role": "user", "content": "abc"}]})).await.json();
     assert_eq!(chat["tokens"], json!([97, 98, 99]));
     server.stop().await;
 }

@@ -4,7 +4,10 @@ mod common;
 
 use std::time::Duration;
 
-use common::{Server, completion, engine_options, fact, filler, long_completion, open, post_bytes, read_until, send, with};
+use common::{
+    Server, completion, engine_options, fact, filler, long_completion, open, post_bytes, read_until, send,
+    with,
+};
 use serde_json::{Value, json};
 use suanpan_engine::{EngineOptions, Shutdown};
 use suanpan_server::{Ending, ServerOptions};
@@ -56,22 +59,56 @@ async fn a_client_that_leaves_before_the_whole_reply_gives_its_pages_back() {
 /// C20: the prompt is in many chunks when its client leaves; the same prompt comes again at once, and one that contains it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_leaves_during_prefill_leaves_no_half_filled_page_behind() {
-    let engine = EngineOptions { max_num_batched_tokens: 16, num_pages_override: Some(160), ..engine_options() };
+    let engine =
+        EngineOptions { max_num_batched_tokens: 16, num_pages_override: Some(160), ..engine_options() };
     let server = Server::with(engine, ServerOptions::default()).await;
     let prompt = format!("{}{}{}key-pre: ", filler(900), fact("key-pre", "value-7"), filler(80));
     let longer = format!("{prompt}\n{}{}key-two: ", fact("key-two", "other-9"), filler(100));
-    let alone = server.post(TEXT, &with(completion(&prompt, 12), json!({"cache_salt": "alone"}))).await.json();
+    let alone =
+        server.post(TEXT, &with(completion(&prompt, 12), json!({"cache_salt": "alone"}))).await.json();
     assert_eq!(alone["choices"][0]["text"], "value-7");
     for round in 0..8u64 {
         let salt = json!({"cache_salt": format!("round {round}")});
         let socket = open(server.addr, TEXT, &with(streamed(completion(&prompt, 12)), salt.clone())).await;
         tokio::time::sleep(Duration::from_millis(3 * round)).await;
         drop(socket);
-        let (again, more) = (with(completion(&prompt, 12), salt.clone()), with(completion(&longer, 12), salt));
+        let (again, more) =
+            (with(completion(&prompt, 12), salt.clone()), with(completion(&longer, 12), salt));
         let (same, contains) = tokio::join!(server.post(TEXT, &again), server.post(TEXT, &more));
         assert_eq!(same.json()["choices"][0]["text"], "value-7", "round {round}");
         assert_eq!(contains.json()["choices"][0]["text"], "other-9", "round {round}");
     }
+    server.idle().await;
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_leaves_a_stream_before_its_first_token_is_noticed_at_once() {
+    let engine = EngineOptions {
+        max_num_seqs: 1,
+        max_model_len: Some(30_000),
+        num_pages_override: Some(4096),
+        ..engine_options()
+    };
+    // No comment is ever due, so it is the closed connection itself that is seen.
+    let options = ServerOptions { keep_alive: Duration::from_secs(600), ..ServerOptions::default() };
+    let server = Server::with(engine, options).await;
+    let mut first = open(server.addr, TEXT, &streamed(long_completion(&filler(50), 29_000))).await;
+    read_until(&mut first, "data: ").await;
+    let second = open(server.addr, TEXT, &streamed(completion(&filler(60), 2))).await;
+    while server.metric("vllm:num_requests_waiting", "").await == 0.0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    drop(second);
+    let start = std::time::Instant::now();
+    while server.metric("vllm:num_requests_waiting", "").await > 0.0 {
+        assert!(start.elapsed() < Duration::from_secs(5), "nobody noticed");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    // The first one still runs: it was not the end of the line that freed the place.
+    assert_eq!(server.metric("vllm:num_requests_running", "").await, 1.0);
+    assert_eq!(aborted(&server).await, 1.0);
+    drop(first);
     server.idle().await;
     server.stop().await;
 }
@@ -120,7 +157,12 @@ async fn a_dead_engine_is_503_everywhere() {
 async fn requests_with_one_id_are_neither_mixed_up_nor_cancelled_together() {
     let server = Server::start().await;
     let prompt = |i: usize| {
-        format!("{}{}{}key-{i:03}: ", filler(64), fact(&format!("key-{i:03}"), &format!("answer {i}")), filler(40))
+        format!(
+            "{}{}{}key-{i:03}: ",
+            filler(64),
+            fact(&format!("key-{i:03}"), &format!("answer {i}")),
+            filler(40)
+        )
     };
     let body = |i: usize| with(completion(&prompt(i), 20), json!({"request_id": "the-same"}));
     let header = "X-Request-Id: the-same\r\n";
@@ -154,7 +196,8 @@ async fn an_idle_stream_is_kept_open_by_comments() {
     let engine = EngineOptions { max_num_seqs: 1, ..engine_options() };
     let options = ServerOptions { keep_alive: Duration::from_millis(20), ..ServerOptions::default() };
     let server = Server::with(engine, options).await;
-    let first = open(server.addr, TEXT, &streamed(long_completion(&filler(50), 1900))).await;
+    let mut first = open(server.addr, TEXT, &streamed(long_completion(&filler(50), 1900))).await;
+    read_until(&mut first, "data: ").await;
     let mut waiting = open(server.addr, TEXT, &streamed(completion(&filler(60), 2))).await;
     read_until(&mut waiting, ": keep-alive\n\n").await;
     drop(first);
@@ -177,7 +220,8 @@ async fn a_server_told_to_stop_finishes_what_runs_and_takes_nothing_new() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_told_to_stop_aborts_what_does_not_finish_in_time() {
-    let engine = EngineOptions { max_model_len: Some(100_000), num_pages_override: Some(8192), ..engine_options() };
+    let engine =
+        EngineOptions { max_model_len: Some(100_000), num_pages_override: Some(8192), ..engine_options() };
     let options = ServerOptions { drain: Duration::from_millis(200), ..ServerOptions::default() };
     let server = Server::with(engine, options).await;
     let mut running = open(server.addr, TEXT, &streamed(long_completion(&filler(50), 99_000))).await;
@@ -200,6 +244,10 @@ async fn metrics_and_books_add_up() {
     assert_eq!(server.metric("vllm:prompt_tokens_total", "").await, 6.0 * 64.0);
     assert_eq!(server.metric("vllm:time_to_first_token_seconds_count", "").await, 6.0);
     assert_eq!(server.metric("vllm:inter_token_latency_seconds_count", "").await, 24.0);
+    // A prompt of one step is prefill, not waiting: the two start and end at known moments.
+    let prefill = server.metric("vllm:request_prefill_time_seconds_sum", "").await;
+    let decode = server.metric("vllm:request_decode_time_seconds_sum", "").await;
+    assert!(prefill > 0.0 && decode > 0.0, "{prefill} {decode}");
     assert_eq!(server.metric("suanpan:attention_flops_total", "counted").await, flops as f64);
     assert_eq!(server.metric("suanpan:attention_flops_total", "predicted").await, flops as f64);
     assert_eq!(server.metric("suanpan:books_disagree_total", "").await, 0.0);

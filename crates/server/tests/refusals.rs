@@ -2,7 +2,9 @@
 
 mod common;
 
-use common::{MAX_MODEL_LEN, Server, completion, filler, long_completion, open, post_bytes, read_until, send, with};
+use common::{
+    MAX_MODEL_LEN, Server, completion, filler, long_completion, open, post_bytes, read_until, send, with,
+};
 use serde_json::{Value, json};
 use suanpan_server::{Keys, ServerOptions};
 use tokio::net::TcpListener;
@@ -32,8 +34,17 @@ async fn unknown_routes_and_wrong_methods_answer_in_openais_shape() {
 #[tokio::test(flavor = "multi_thread")]
 async fn malformed_bodies_are_400_and_the_next_request_works() {
     let server = Server::start().await;
-    let bodies: [&[u8]; 9] =
-        [b"", b"{", b"[]", b"null", b"nope", b"{\"a\":1}{", b"\xff\xfe", b"{\"prompt\": \"\\ud800\"}", b"{\"prompt\":NaN}"];
+    let bodies: [&[u8]; 9] = [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"nope",
+        b"{\"a\":1}{",
+        b"\xff\xfe",
+        b"{\"prompt\": \"\\ud800\"}",
+        b"{\"prompt\":NaN}",
+    ];
     for body in bodies {
         for path in [CHAT, TEXT, "/tokenize", "/detokenize"] {
             server.post_bytes(path, body).await.error(400);
@@ -60,7 +71,8 @@ async fn bodies_that_are_too_large_or_not_json_by_type_are_refused() {
 async fn keys_guard_every_route_but_health() {
     let keys = Keys::new(vec!["first-key".into(), "second-key".into()]).expect("valid keys");
     let server =
-        Server::with(common::engine_options(), ServerOptions { api_keys: keys, ..ServerOptions::default() }).await;
+        Server::with(common::engine_options(), ServerOptions { api_keys: keys, ..ServerOptions::default() })
+            .await;
     for path in ["/", "/v1/models", "/metrics", "/version", "/ping", "/v1/capabilities", "/nowhere", CHAT] {
         let (_, code) = server.get(path).await.error(401);
         assert_eq!(code, "invalid_api_key", "{path}");
@@ -109,7 +121,8 @@ async fn request_ids_come_back_and_bad_ones_are_refused() {
 async fn names_that_look_like_paths_are_just_unknown_names() {
     let server = Server::start().await;
     for name in ["../../x", "..%2f..%2fx", "/etc/passwd", "C:\\x", "", "suanpan\u{0}", "Suanpan"] {
-        let (param, code) = server.post(TEXT, &with(completion("ab", 1), json!({"model": name}))).await.error(404);
+        let (param, code) =
+            server.post(TEXT, &with(completion("ab", 1), json!({"model": name}))).await.error(404);
         assert_eq!((param.as_str(), code.as_str()), ("model", "model_not_found"), "{name}");
         server.post(CHAT, &chat(json!({"model": name}))).await.error(404);
     }
@@ -138,7 +151,8 @@ async fn an_image_url_is_refused_and_nothing_is_fetched() {
 #[tokio::test(flavor = "multi_thread")]
 async fn context_errors_name_the_limit_and_both_parts() {
     let server = Server::start().await;
-    let ask = |tokens: usize, max: Value| json!({"prompt": filler(tokens), "max_tokens": max, "ignore_eos": true});
+    let ask =
+        |tokens: usize, max: Value| json!({"prompt": filler(tokens), "max_tokens": max, "ignore_eos": true});
     let reply = server.post(TEXT, &ask(8, json!(2045))).await;
     let message = reply.json()["error"]["message"].as_str().map(str::to_owned).expect("a message");
     assert_eq!(reply.error(400), ("prompt".into(), "context_length_exceeded".into()));
@@ -149,7 +163,10 @@ async fn context_errors_name_the_limit_and_both_parts() {
         let reply = server.post(TEXT, &ask(tokens, max)).await;
         let message = reply.json()["error"]["message"].as_str().map(str::to_owned).expect("a message");
         assert_eq!(reply.error(400).1, "context_length_exceeded");
-        assert!(message.contains(&MAX_MODEL_LEN.to_string()) && message.contains(&tokens.to_string()), "{message}");
+        assert!(
+            message.contains(&MAX_MODEL_LEN.to_string()) && message.contains(&tokens.to_string()),
+            "{message}"
+        );
         assert!(!message.contains('-'), "{message}");
     }
     // No token was computed for any of them.
@@ -160,7 +177,10 @@ async fn context_errors_name_the_limit_and_both_parts() {
     assert_eq!(server.post(CHAT, &chat_long).await.error(400).0, "messages");
     let rest = json!({"messages": [{"role": "user", "content": filler(2040)}], "ignore_eos": true});
     let rest = server.post(CHAT, &rest).await.json();
-    assert_eq!((&rest["usage"]["completion_tokens"], &rest["choices"][0]["finish_reason"]), (&json!(8), &json!("length")));
+    assert_eq!(
+        (&rest["usage"]["completion_tokens"], &rest["choices"][0]["finish_reason"]),
+        (&json!(8), &json!("length"))
+    );
     server.stop().await;
 }
 
@@ -200,8 +220,14 @@ async fn bad_requests_name_their_field_and_do_not_harm_a_running_stream() {
         let reply = server.post(TEXT, &with(completion("ab", 2), json!({field: value}))).await;
         assert_eq!(reply.error(400).0, field, "{value}");
     }
-    assert_eq!(server.post(TEXT, &with(completion("ab", 2), json!({"prompt": [""]}))).await.error(400).0, "prompt");
-    assert_eq!(server.post(TEXT, &with(completion("ab", 2), json!({"prompt": [[]]}))).await.error(400).0, "prompt[0]");
+    assert_eq!(
+        server.post(TEXT, &with(completion("ab", 2), json!({"prompt": [""]}))).await.error(400).0,
+        "prompt"
+    );
+    assert_eq!(
+        server.post(TEXT, &with(completion("ab", 2), json!({"prompt": [[]]}))).await.error(400).0,
+        "prompt[0]"
+    );
     assert_eq!(server.post(CHAT, &chat(json!({"messages": []}))).await.error(400).0, "messages");
     let empty = chat(json!({"messages": [{"role": "user", "content": ""}]}));
     assert_eq!(server.post(CHAT, &empty).await.error(400).0, "messages");
@@ -214,8 +240,15 @@ async fn bad_requests_name_their_field_and_do_not_harm_a_running_stream() {
         assert_eq!(server.post(path, &body).await.error(400).0, field);
     }
     for number in ["-32", "2147483647", "1e400", "1e308"] {
-        for field in ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "n"]
-        {
+        for field in [
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "n",
+        ] {
             let body = format!(r#"{{"prompt": "ab", "{field}": {number}}}"#);
             assert_eq!(server.post_bytes(TEXT, body.as_bytes()).await.error(400).0, field, "{number}");
         }

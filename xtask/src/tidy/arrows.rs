@@ -42,7 +42,9 @@ fn check_crate(room: &str, manifest: &toml::Table, faults: &mut Vec<String>) {
         if let Some(target) = name.strip_prefix("suanpan-")
             && !allowed.contains(&target)
         {
-            faults.push(format!("crates/{room} -> {target}: an arrow against the drawing; allowed: {allowed:?}"));
+            faults.push(format!(
+                "crates/{room} -> {target}: an arrow against the drawing; allowed: {allowed:?}"
+            ));
         }
         if let Some((_, rooms)) = ONLY_IN.iter().find(|(dep, _)| dep == name)
             && !rooms.contains(&room)

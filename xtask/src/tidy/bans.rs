@@ -14,18 +14,58 @@ struct Ban {
 }
 
 const BANS: &[Ban] = &[
-    Ban { text: "todo!(", within: "", except: &["xtask/src/tidy/"], instead: "build it or refuse it by name" },
+    Ban {
+        text: "todo!(",
+        within: "",
+        except: &["xtask/src/tidy/"],
+        instead: "build it or refuse it by name",
+    },
     Ban { text: "unimplemented!(", within: "", except: &["xtask/src/tidy/"], instead: "refuse it by name" },
-    Ban { text: "#[ignore", within: "", except: &["xtask/src/tidy/"], instead: "a quick test, or a named long profile" },
+    Ban {
+        text: "#[ignore",
+        within: "",
+        except: &["xtask/src/tidy/"],
+        instead: "a quick test, or a named long profile",
+    },
     Ban { text: "dbg!(", within: "", except: &["xtask/src/tidy/"], instead: "tracing" },
-    Ban { text: "std::time", within: "crates/ledger/", except: &[], instead: "pass durations in: ledger reads no clock" },
+    Ban {
+        text: "std::time",
+        within: "crates/ledger/",
+        except: &[],
+        instead: "pass durations in: ledger reads no clock",
+    },
     Ban { text: "std::time", within: "crates/base/", except: &[], instead: "base has no clock" },
     Ban { text: "std::time", within: "crates/cache/src/", except: &[], instead: "pass a logical clock in" },
-    Ban { text: "Instant", within: "crates/engine/src/scheduler", except: &[], instead: "the scheduler has no clock" },
-    Ban { text: "thread", within: "crates/engine/src/scheduler", except: &[], instead: "the scheduler has no thread" },
-    Ban { text: "serde_json", within: "crates/engine/src/", except: &[], instead: "only the server knows JSON" },
-    Ban { text: "extern \"C\"", within: "crates/", except: &["crates/cuda/", "crates/parallel/src/transport"], instead: "raw launches live in cuda" },
-    Ban { text: "static mut", within: "", except: &["xtask/src/tidy/"], instead: "pass the context: no global mutable state" },
+    Ban {
+        text: "Instant",
+        within: "crates/engine/src/scheduler",
+        except: &[],
+        instead: "the scheduler has no clock",
+    },
+    Ban {
+        text: "thread",
+        within: "crates/engine/src/scheduler",
+        except: &[],
+        instead: "the scheduler has no thread",
+    },
+    Ban {
+        text: "serde_json",
+        within: "crates/engine/src/",
+        except: &[],
+        instead: "only the server knows JSON",
+    },
+    Ban {
+        text: "extern \"C\"",
+        within: "crates/",
+        except: &["crates/cuda/", "crates/parallel/src/transport"],
+        instead: "raw launches live in cuda",
+    },
+    Ban {
+        text: "static mut",
+        within: "",
+        except: &["xtask/src/tidy/"],
+        instead: "pass the context: no global mutable state",
+    },
 ];
 
 fn is_comment(line: &str) -> bool {
@@ -34,13 +74,20 @@ fn is_comment(line: &str) -> bool {
 
 fn check_file(file: &File, faults: &mut Vec<String>) {
     for ban in BANS {
-        let applies = file.path.starts_with(ban.within) && !ban.except.iter().any(|e| file.path.starts_with(e));
+        let applies =
+            file.path.starts_with(ban.within) && !ban.except.iter().any(|e| file.path.starts_with(e));
         if !applies {
             continue;
         }
         for (number, line) in file.text.lines().enumerate() {
             if line.contains(ban.text) && !is_comment(line) {
-                faults.push(format!("{}:{}: `{}` is banned here: {}", file.path, number + 1, ban.text, ban.instead));
+                faults.push(format!(
+                    "{}:{}: `{}` is banned here: {}",
+                    file.path,
+                    number + 1,
+                    ban.text,
+                    ban.instead
+                ));
             }
         }
     }

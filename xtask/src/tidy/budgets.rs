@@ -26,7 +26,10 @@ impl Functions<'_> {
         let exempt = LONG_FUNCTIONS.iter().any(|(file, function, _)| *file == self.path && *function == name);
         if lines > FUNCTION_LINES_MAX && !exempt {
             let start = span.start().line;
-            self.faults.push(format!("{}:{start}: fn {name} has {lines} lines, {FUNCTION_LINES_MAX} allowed", self.path));
+            self.faults.push(format!(
+                "{}:{start}: fn {name} has {lines} lines, {FUNCTION_LINES_MAX} allowed",
+                self.path
+            ));
         }
     }
 }

@@ -34,7 +34,8 @@ pub fn check(tree: &Tree) -> Vec<String> {
         if file.path.ends_with(".md") {
             for path in named_paths(&file.text) {
                 // A document in a crate may name paths of that crate.
-                let local = file.path.rsplit_once('/').map_or(String::new(), |(dir, _)| format!("{dir}/{path}"));
+                let local =
+                    file.path.rsplit_once('/').map_or(String::new(), |(dir, _)| format!("{dir}/{path}"));
                 if !tree.root.join(path).exists() && (local.is_empty() || !tree.root.join(&local).exists()) {
                     faults.push(format!("{} names `{path}`, which does not exist", file.path));
                 }
@@ -43,7 +44,9 @@ pub fn check(tree: &Tree) -> Vec<String> {
         if file.path.ends_with(".rs") && !file.text.starts_with("//!") {
             faults.push(format!("{}: the first line must say what the file is (//!)", file.path));
         }
-        if file.path.ends_with(".py") && !file.text.trim_start_matches("#!/usr/bin/env python3\n").starts_with("\"\"\"") {
+        if file.path.ends_with(".py")
+            && !file.text.trim_start_matches("#!/usr/bin/env python3\n").starts_with("\"\"\"")
+        {
             faults.push(format!("{}: the first line must say what the file is (a docstring)", file.path));
         }
     }
@@ -56,7 +59,8 @@ mod tests {
 
     #[test]
     fn paths_are_found_in_quotes_but_not_in_fences_or_patterns() {
-        let text = "see `crates/base/src/lse.rs` and `docs/`\n```\n`crates/none`\n```\n`bench/record/<machine>`";
+        let text =
+            "see `crates/base/src/lse.rs` and `docs/`\n```\n`crates/none`\n```\n`bench/record/<machine>`";
         assert_eq!(named_paths(text), ["crates/base/src/lse.rs", "docs"]);
     }
 }

@@ -26,7 +26,7 @@ unsafe fn widen(x: __m256i) -> Zmm {
 // SAFETY: AVX-512 F, BW and VL are enabled in the only instance, `run`.
 unsafe impl Vector for Zmm {
     const LANES: usize = 16;
-    const EXP2_MIN: f32 = -200.0;
+    const EXP2_MIN: f32 = -127.0;
     #[inline(always)]
     unsafe fn splat(x: f32) -> Zmm {
         // SAFETY: as Vector.
@@ -99,7 +99,11 @@ unsafe impl Vector for Zmm {
     #[inline(always)]
     unsafe fn scale(self, n: Zmm) -> Zmm {
         // SAFETY: as Vector.
-        unsafe { Zmm(_mm512_scalef_ps(self.0, n.0)) }
+        unsafe {
+            // A subnormal weight would cost every product with it a microcode assist. Not-less-than keeps a NaN's lane.
+            let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(n.0, _mm512_set1_ps(-126.0));
+            Zmm(_mm512_maskz_scalef_ps(normal, self.0, n.0))
+        }
     }
     #[inline(always)]
     unsafe fn any_gt(self, b: Zmm) -> bool {

@@ -39,12 +39,12 @@ pub(super) fn digit(t: usize, d: usize) -> f32 {
 /// Both elements of a rotary pair share a sign, because only then does the sign survive the rotation.
 fn key_sign(g: usize, d: usize) -> f32 {
     let pair = d % (DIM / 2);
-    if g == 0 || (pair * 5 + pair / 3) % 2 == 0 { 1.0 } else { -1.0 }
+    if g == 0 || (pair * 5 + pair / 3).is_multiple_of(2) { 1.0 } else { -1.0 }
 }
 
 /// Sign of element `d` in the values of kv head `g`, undone in the output projection.
 fn value_sign(g: usize, d: usize) -> f32 {
-    if (d + g) % 2 == 0 { 1.0 } else { -1.0 }
+    if (d + g).is_multiple_of(2) { 1.0 } else { -1.0 }
 }
 
 /// The kv head that query head `h` reads.

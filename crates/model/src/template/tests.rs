@@ -68,6 +68,9 @@ fn a_template_that_does_not_end_is_stopped() {
     let nest = "{% set ns = namespace(x=[]) %}{% for a in range(3000) %}{% set ns.x = [ns.x] %}{% endfor %}";
     assert!(render(&format!("{nest}{{{{ ns.x }}}}"), hello()).unwrap().ends_with(']'));
     assert!(render(&format!("{nest}{{{{ ns.x | tojson }}}}"), hello()).is_err());
+    let deepest = "{% set ns = namespace(x=[]) %}{% for a in range(99999) %}{% for b in range(99999) %}\
+                   {% set ns.x = [ns.x] %}{% endfor %}{% endfor %}";
+    assert!(matches!(render(deepest, hello()), Err(TemplateError::OutOfFuel(_))));
     let recursive = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
     assert!(render(recursive, hello()).is_err());
     let budget = "{% for m in messages %}{{ m.content }}{% endfor %}";

@@ -121,12 +121,11 @@ impl Tokenizer {
     }
 }
 
-/// Plain tokens and tokens matched whole. Unused ids keep their text for decoding but are never produced from text.
-fn sort_tokens(
-    texts: Vec<String>,
-    types: &[i32],
-    special: SpecialIds,
-) -> Result<(Vec<(String, u32)>, Vec<AddedToken>), TokenizerError> {
+/// Plain tokens with their ids, and tokens that are matched whole.
+type Sorted = (Vec<(String, u32)>, Vec<AddedToken>);
+
+/// Tells plain tokens from those matched whole. Unused ids keep their text for decoding but are never produced from text.
+fn sort_tokens(texts: Vec<String>, types: &[i32], special: SpecialIds) -> Result<Sorted, TokenizerError> {
     let named = [special.bos, special.eos, special.unk, special.pad];
     let (mut tokens, mut added) = (Vec::with_capacity(texts.len()), Vec::new());
     for (id, content) in (0u32..).zip(texts) {

@@ -1,6 +1,6 @@
 //! Linear layers `out[M, N] (=|+=) x[M, K] · W[N, K]ᵀ` over weights in their file's format.
 //!
-//! A tile of weight rows is unpacked into a thread's scratch ([`panel`]) and multiplied with every input row of its unit; one code
+//! A tile of weight rows is unpacked into a thread's scratch (`panel.rs`) and multiplied with every input row of its unit; one code
 //! path serves one row (decode) and thousands (prefill), with the same order of additions. Nothing is repacked for longer than that.
 
 pub(crate) mod kernel;

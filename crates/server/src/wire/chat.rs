@@ -78,7 +78,10 @@ impl Conversation {
             return Err(ApiError::bad_field("messages", "it is required: a list of messages."));
         };
         if list.is_empty() {
-            return Err(ApiError::bad_field("messages", "the list is empty: at least one message is needed."));
+            return Err(ApiError::bad_field(
+                "messages",
+                "the list is empty: at least one message is needed.",
+            ));
         }
         let messages =
             list.into_iter().enumerate().map(|(i, raw)| message(i, raw)).collect::<Result<_, _>>()?;
@@ -89,7 +92,8 @@ impl Conversation {
         };
         let add_generation_prompt = fields.bool("add_generation_prompt")?.unwrap_or(true);
         fields.only("continue_final_message", &json!(false), "only false is supported.")?;
-        fields.refuse("chat_template", "the template is the server's (--chat-template), not the request's.")?;
+        fields
+            .refuse("chat_template", "the template is the server's (--chat-template), not the request's.")?;
         fields.refuse("documents", "documents are not supported: put them into a message.")?;
         fields.refuse("mm_processor_kwargs", "this server takes text only.")?;
         Ok(Conversation { messages, add_generation_prompt, chat_template_kwargs })
@@ -124,7 +128,9 @@ fn message(index: usize, raw: &RawValue) -> Result<Message, ApiError> {
     let content_path = format!("{path}.content");
     let content = match fields.raw("content") {
         Some(raw) => content(&content_path, raw)?,
-        None => return Err(ApiError::bad_field(content_path, "it is required: a text or a list of text parts.")),
+        None => {
+            return Err(ApiError::bad_field(content_path, "it is required: a text or a list of text parts."));
+        }
     };
     let name = fields.string("name")?;
     for field in ["tool_calls", "function_call", "tool_call_id"] {
@@ -183,7 +189,10 @@ fn refuse_tools(fields: &mut Fields<'_>) -> Result<(), ApiError> {
         None => {}
         Some(Value::Array(list)) if list.is_empty() || none => {}
         Some(Value::Array(_)) => {
-            return Err(ApiError::unsupported("tools", format!("{TOOLS}; send 'tool_choice': \"none\" or no tools.")));
+            return Err(ApiError::unsupported(
+                "tools",
+                format!("{TOOLS}; send 'tool_choice': \"none\" or no tools."),
+            ));
         }
         Some(_) => return Err(ApiError::bad_field("tools", "expected a list.")),
     }

@@ -156,7 +156,8 @@ fn name(fields: &mut Fields<'_>, field: &str) -> Result<Option<String>, ApiError
     let Some(value) = fields.string(field)? else { return Ok(None) };
     let chars = value.chars().count();
     if chars == 0 || chars > MAX_NAME_CHARS || value.chars().any(char::is_control) {
-        let message = format!("it has {chars} characters: supported: 1 to {MAX_NAME_CHARS}, no control characters.");
+        let message =
+            format!("it has {chars} characters: supported: 1 to {MAX_NAME_CHARS}, no control characters.");
         return Err(ApiError::bad_field(fields.name(field), message));
     }
     Ok(Some(value))

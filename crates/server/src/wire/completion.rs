@@ -58,7 +58,8 @@ pub fn parse_completion(body: &[u8]) -> Result<CompletionRequest, ApiError> {
     let prompts = prompts(raw)?;
     let choices = prompts.len().saturating_mul(common.n);
     if choices > MAX_CHOICES {
-        let message = format!("{} prompts × {} is {choices} choices: at most {MAX_CHOICES}.", prompts.len(), common.n);
+        let message =
+            format!("{} prompts × {} is {choices} choices: at most {MAX_CHOICES}.", prompts.len(), common.n);
         return Err(ApiError::bad_field("n", message));
     }
     let add_special_tokens = fields.bool("add_special_tokens")?.unwrap_or(true);

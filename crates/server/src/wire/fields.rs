@@ -171,8 +171,13 @@ impl<'a> Fields<'a> {
 }
 
 /// The elements of a raw list.
-pub(crate) fn elements<'a>(name: &str, raw: &'a RawValue, limit: usize) -> Result<Vec<&'a RawValue>, ApiError> {
-    let list: Vec<&RawValue> = serde_json::from_str(raw.get()).map_err(|_| wrong_type(name, raw, "a list"))?;
+pub(crate) fn elements<'a>(
+    name: &str,
+    raw: &'a RawValue,
+    limit: usize,
+) -> Result<Vec<&'a RawValue>, ApiError> {
+    let list: Vec<&RawValue> =
+        serde_json::from_str(raw.get()).map_err(|_| wrong_type(name, raw, "a list"))?;
     if list.len() > limit {
         return Err(ApiError::bad_field(
             name,

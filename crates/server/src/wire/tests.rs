@@ -139,7 +139,11 @@ fn empty_prompts_are_refused_by_field() {
         ("[true]", "prompt"),
         ("[1.5]", "prompt"),
     ] {
-        assert_eq!(param(parse_completion(format!(r#"{{"prompt": {prompt}}}"#).as_bytes())), name, "{prompt}");
+        assert_eq!(
+            param(parse_completion(format!(r#"{{"prompt": {prompt}}}"#).as_bytes())),
+            name,
+            "{prompt}"
+        );
     }
     for (messages, name) in [
         ("[]", "messages"),
@@ -152,7 +156,11 @@ fn empty_prompts_are_refused_by_field() {
         (r#"[{"role": "user", "content": 5}]"#, "messages[0].content"),
         (r#"[{"role": "user", "content": []}]"#, "messages[0].content"),
     ] {
-        assert_eq!(param(parse_chat(format!(r#"{{"messages": {messages}}}"#).as_bytes())), name, "{messages}");
+        assert_eq!(
+            param(parse_chat(format!(r#"{{"messages": {messages}}}"#).as_bytes())),
+            name,
+            "{messages}"
+        );
     }
     assert_eq!(param(chat(r#", "stop": [""]"#)), "stop");
     assert_eq!(param(chat(r#", "stop": """#)), "stop");
@@ -186,7 +194,8 @@ fn an_echoed_prompt_with_logprobs_may_be_scored_without_generating() {
 
 #[test]
 fn bodies_that_are_not_one_json_object_are_refused() {
-    for body in ["", "{", "[]", "null", "5", "{}x", "{\"a\":}", "{\"messages\": [}", "\u{feff}{}", "{'a': 1}"] {
+    for body in ["", "{", "[]", "null", "5", "{}x", "{\"a\":}", "{\"messages\": [}", "\u{feff}{}", "{'a': 1}"]
+    {
         let e = parse_chat(body.as_bytes()).unwrap_err();
         assert_eq!((e.status.as_u16(), e.code), (400, Some("invalid_json")), "{body:?}");
     }

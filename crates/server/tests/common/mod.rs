@@ -93,7 +93,8 @@ impl Server {
     }
 
     pub async fn get(&self, path: &str) -> Reply {
-        send(self.addr, format!("GET {path} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n").as_bytes()).await
+        send(self.addr, format!("GET {path} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n").as_bytes())
+            .await
     }
 
     /// One sample of the metrics page by name and a part of its labels.
@@ -142,7 +143,10 @@ pub async fn send(addr: SocketAddr, bytes: &[u8]) -> Reply {
 /// Opens a connection, sends a POST and leaves it open.
 pub async fn open(addr: SocketAddr, path: &str, body: &Value) -> TcpStream {
     let mut socket = TcpStream::connect(addr).await.expect("the server listens");
-    socket.write_all(&post_bytes(path, "", body.to_string().as_bytes())).await.expect("the request is written");
+    socket
+        .write_all(&post_bytes(path, "", body.to_string().as_bytes()))
+        .await
+        .expect("the request is written");
     socket
 }
 
@@ -208,7 +212,11 @@ impl Reply {
     /// The events of a stream: JSON of each `data:` line; the last one must be `[DONE]`.
     pub fn events(&self) -> Vec<Value> {
         assert_eq!(self.status, 200, "{}", self.text());
-        assert!(self.header("content-type").is_some_and(|v| v.starts_with("text/event-stream")), "{}", self.head);
+        assert!(
+            self.header("content-type").is_some_and(|v| v.starts_with("text/event-stream")),
+            "{}",
+            self.head
+        );
         let text = self.text();
         assert!(text.ends_with("\n\n"), "{text}");
         let mut data: Vec<&str> = Vec::new();
@@ -226,7 +234,8 @@ impl Reply {
 fn unchunk(mut body: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     while let Some(end) = body.windows(2).position(|w| w == b"\r\n") {
-        let size = std::str::from_utf8(&body[..end]).ok().and_then(|s| usize::from_str_radix(s.trim(), 16).ok());
+        let size =
+            std::str::from_utf8(&body[..end]).ok().and_then(|s| usize::from_str_radix(s.trim(), 16).ok());
         let size = size.expect("a chunk size");
         if size == 0 {
             break;
