@@ -263,8 +263,8 @@ fn model(args: &ModelArgs) -> anyhow::Result<()> {
     let resident = resident_bytes();
     if !args.json {
         println!(
-            "{}: {:?}, kv {}, {} threads, chunks of {}",
-            args.model, options.precision, options.kv_dtype, options.threads, options.max_tokens
+            "{}: {}, kv {}, {} threads, chunks of {}",
+            args.model, options.precision.name(), options.kv_dtype, options.threads, options.max_tokens
         );
         for row in &rows {
             println!(
@@ -290,7 +290,7 @@ fn model(args: &ModelArgs) -> anyhow::Result<()> {
         })
         .collect();
     let report = serde_json::json!({
-        "model": args.model, "dtype": format!("{:?}", options.precision), "kv_cache_dtype": options.kv_dtype.name(),
+        "model": args.model, "dtype": options.precision.name(), "kv_cache_dtype": options.kv_dtype.name(),
         "threads": options.threads, "chunk": options.max_tokens, "resident_bytes": resident, "rows": list,
     });
     println!("{}", serde_json::to_string_pretty(&report)?);

@@ -38,7 +38,7 @@ fn features(machine: &Machine) -> Vec<Feature> {
     vec![
         feature("cpu", true, format!("attention: {machine}")),
         feature(
-            "int8 linear layers",
+            "integer linear",
             true,
             format!("{}; --dtype float32 turns them off", suanpan_ops::isa::Isa::best().name()),
         ),

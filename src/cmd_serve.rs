@@ -131,11 +131,14 @@ fn engine_facts(engine: &EngineHandle, options: &EngineOptions, max_requests: us
         ),
         false => Capability::new("prefix_caching", false, "turned off by --no-enable-prefix-caching"),
     };
-    let int8 = match options.precision {
-        Precision::Int8 => {
-            Capability::new("int8_linear", true, "quantised weights; --dtype float32 turns it off")
-        }
-        Precision::F32 => Capability::new("int8_linear", false, "--dtype float32"),
+    let digits = match options.precision {
+        Precision::F32 => Capability::new("integer_linear", false, "--dtype float32"),
+        Precision::Int16 => Capability::new(
+            "integer_linear",
+            true,
+            "quantised weights, activations of two 8-bit digits (--dtype)",
+        ),
+        Precision::Int8 => Capability::new("integer_linear", true, "quantised weights, --dtype int8"),
     };
     let chunks = format!("up to {} tokens a step, decodes first", options.max_num_batched_tokens);
     EngineFacts {
@@ -150,7 +153,7 @@ fn engine_facts(engine: &EngineHandle, options: &EngineOptions, max_requests: us
         capabilities: vec![
             Capability::new("chunked_prefill", true, chunks),
             prefix,
-            int8,
+            digits,
             Capability::new("kv_quantization", false, "keys and values are stored in f32 or bf16"),
             Capability::new("gpu", false, "this version runs on the CPU"),
             Capability::new("context_parallel", false, "this version runs in one process"),
@@ -173,7 +176,7 @@ fn report(args: &ServeArgs, spec: &str, options: &EngineOptions, app: &App, addr
             "kv_pages": sizing.num_pages,
             "kv_bytes": sizing.bytes(),
             "kv_cache_dtype": options.kv_cache_dtype.name(),
-            "dtype": if options.precision == Precision::F32 { "float32" } else { "auto" },
+            "dtype": options.precision.name(),
             "api_keys": !app.options.api_keys.is_open(),
             "report": engine.report(),
             "capabilities": capabilities,

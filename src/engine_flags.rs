@@ -12,8 +12,10 @@ use suanpan_ops::Precision;
 /// What is multiplied in which type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Dtype {
-    /// Integer dot products for quantised weights, f32 for the rest.
+    /// Integer dot products for quantised weights with activations of two 8-bit digits (as good as f32), f32 for the rest.
     Auto,
+    /// The same with activations of one 8-bit digit: faster, and as coarse as other CPU engines.
+    Int8,
     /// Exact dequantisation, f32 activations and products.
     Float32,
 }
@@ -89,7 +91,11 @@ impl EngineFlags {
             kv_cache_memory_bytes: self.kv_cache_memory_bytes,
             num_pages_override: self.num_gpu_blocks_override,
             threads: self.threads.unwrap_or(0),
-            precision: if self.dtype == Dtype::Float32 { Precision::F32 } else { Precision::Int8 },
+            precision: match self.dtype {
+                Dtype::Auto => Precision::Int16,
+                Dtype::Int8 => Precision::Int8,
+                Dtype::Float32 => Precision::F32,
+            },
             enable_prefix_caching: !self.no_enable_prefix_caching,
             ..EngineOptions::default()
         })

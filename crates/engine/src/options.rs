@@ -67,7 +67,7 @@ impl Default for EngineOptions {
             kv_cache_memory_bytes: None,
             num_pages_override: None,
             threads: 0,
-            precision: Precision::Int8,
+            precision: Precision::Int16,
             enable_prefix_caching: true,
             max_preemptions: s.max_preemptions,
             max_overtaken: s.max_overtaken,

@@ -1,4 +1,4 @@
-//! Logits of every position of a token list, as raw little-endian f32 [tokens, vocab]: `dump_logits MODEL IDS_FILE OUT [f32|int8] [f32|bf16]`.
+//! Logits of every position of a token list, as raw little-endian f32 [tokens, vocab]: `dump_logits MODEL IDS_FILE OUT [f32|int16|int8] [f32|bf16]`.
 //!
 //! IDS_FILE holds token ids separated by white space. Compare with bench/peers/logit_error.py.
 
@@ -13,12 +13,13 @@ use suanpan_ops::Precision;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let [model, ids, out, rest @ ..] = words.as_slice() else {
-        return Err("usage: dump_logits MODEL IDS_FILE OUT [f32|int8] [f32|bf16]".into());
+        return Err("usage: dump_logits MODEL IDS_FILE OUT [f32|int16|int8] [f32|bf16]".into());
     };
     let precision = match rest.first().map(String::as_str) {
         Some("f32") => Precision::F32,
-        None | Some("int8") => Precision::Int8,
-        Some(other) => return Err(format!("precision {other}: supported: f32, int8").into()),
+        Some("int8") => Precision::Int8,
+        None | Some("int16") => Precision::Int16,
+        Some(other) => return Err(format!("precision {other}: supported: f32, int16, int8").into()),
     };
     let kv_dtype = rest.get(1).map_or(Ok(suanpan_base::DType::Bf16), |d| d.parse())?;
     let tokens =

@@ -104,13 +104,18 @@ fn gguf_twins_give_the_logits_of_their_safetensors() {
     }
 }
 
-/// Activations in 8 bits: an error of the activations' rounding, a few percent in these small models.
+/// Activations in 8 bits: an error of the activations' rounding, a few percent in these small models; a second digit takes it away.
 #[test]
-fn int8_activations_and_bf16_keys_stay_within_a_few_percent() {
+fn int8_activations_and_bf16_keys_stay_within_a_few_percent_and_two_digits_within_rounding() {
     for (file, logits) in GGUFS {
         let (tokens, reference) = reference(logits);
         let scale = (reference.iter().map(|x| f64::from(x * x)).sum::<f64>() / reference.len() as f64).sqrt();
-        for (precision, kv_dtype) in [(Precision::Int8, DType::F32), (Precision::F32, DType::Bf16)] {
+        let cases = [
+            (Precision::Int8, DType::F32, 0.05),
+            (Precision::Int16, DType::F32, 1e-4),
+            (Precision::F32, DType::Bf16, 0.05),
+        ];
+        for (precision, kv_dtype, share) in cases {
             let opts = ExecOptions { precision, kv_dtype, max_tokens: 256, ..options() };
             let mut d = Driver::new(open(&format!("{file}.gguf")), opts, 64);
             let seq = d.start();
@@ -118,7 +123,7 @@ fn int8_activations_and_bf16_keys_stay_within_a_few_percent() {
             let squares: f64 = got.iter().zip(&reference).map(|(a, b)| f64::from((a - b) * (a - b))).sum();
             let rms = (squares / reference.len() as f64).sqrt();
             println!("{file} {precision:?} {kv_dtype}: rms error {:.4} of the logits' rms", rms / scale);
-            assert!(rms <= 0.05 * scale, "{file} {precision:?} {kv_dtype}: rms {rms} of {scale}");
+            assert!(rms <= share * scale, "{file} {precision:?} {kv_dtype}: rms {rms} of {scale}");
         }
     }
 }

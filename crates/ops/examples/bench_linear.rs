@@ -85,7 +85,7 @@ impl Bench {
         let float = !format.is_quantised() || precision == Precision::F32;
         let mut input = match float {
             true => LinearInput::new(rows, k, precision),
-            false => LinearInput::quantised_only(rows, k),
+            false => LinearInput::quantised_only(rows, k, precision),
         };
         let mut times = Vec::new();
         let mut error = 0f64;
@@ -140,11 +140,11 @@ fn run(bench: &mut Bench) -> Result<(), String> {
     let decode = [(1, 576, 576), (1, 3072, 576), (1, 576, 1536), (1, 49152, 576), (4, 3072, 576)];
     let wide = [(512, 1024, 1024), (1, 1024, 1024), (1, 32768, 1024)];
     for format in WeightFormat::ALL {
-        for precision in [Precision::Int8, Precision::F32] {
-            if precision == Precision::Int8 && !format.is_quantised() {
+        for precision in [Precision::Int8, Precision::Int16, Precision::F32] {
+            if precision.digits() > 0 && !format.is_quantised() {
                 continue;
             }
-            let kind = if precision == Precision::Int8 { "int8" } else { "f32" };
+            let kind = precision.name();
             let skip = |only: &Option<String>, name: &str| only.as_ref().is_some_and(|o| o != name);
             if skip(&bench.only.0, format.name()) || skip(&bench.only.1, kind) {
                 continue;

@@ -54,16 +54,33 @@ fn product(
     out.chunks(stride).flat_map(|row| row[..n].iter().copied()).collect()
 }
 
-/// Exact values of the input as the integer path sees it: per 32, max|x| / 127, ties to even.
-fn quantised(x: &[f32]) -> Vec<f64> {
+/// One digit of the input as the integer path sees it (per 32: max|x| / 127, ties to even), exactly, and what it leaves over.
+fn digit(x: &[f32]) -> (Vec<f64>, Vec<f32>) {
     x.chunks(32)
         .flat_map(|group| {
             let max = group.iter().fold(0f32, |m, v| m.max(v.abs()));
             let (scale, inverse) = (max / 127.0, if max > 0.0 { 127.0 / max } else { 0.0 });
-            group.iter().map(move |v| f64::from(scale) * f64::from((v * inverse).round_ties_even()))
+            group.iter().map(move |v| {
+                let q = (v * inverse).round_ties_even();
+                (f64::from(scale) * f64::from(q), (-q).mul_add(scale, *v))
+            })
         })
-        .collect()
+        .unzip()
 }
+
+/// Exact values of the input as a product of `precision` with a weight of `format` sees it.
+fn seen(x: &[f32], precision: Precision, format: WeightFormat) -> Vec<f64> {
+    if !format.is_quantised() || precision == Precision::F32 {
+        return x.iter().map(|v| f64::from(*v)).collect();
+    }
+    let (first, left) = digit(x);
+    match precision {
+        Precision::Int16 => first.iter().zip(digit(&left).0).map(|(a, b)| a + b).collect(),
+        _ => first,
+    }
+}
+
+const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Int8, Precision::Int16];
 
 /// Every output within `tolerance` of Σ|w·x| of the f64 product of the weight with `x`.
 fn check(w: Weight<'_>, x: &[f64], old: f64, got: &[f32], tolerance: f64, what: &str) {
@@ -90,7 +107,7 @@ proptest! {
         n in 1usize..=70,
         blocks in 1usize..=4,
         ragged in 0usize..=37,
-        int8 in any::<bool>(),
+        precision in proptest::sample::select(PRECISIONS.to_vec()),
         add in any::<bool>(),
         seed in any::<u64>(),
     ) {
@@ -103,9 +120,8 @@ proptest! {
         let data = random_matrix(format, n, k, &mut noise);
         let w = Weight::new(format, n, k, &data).unwrap();
         let x: Vec<f32> = (0..rows * k).map(|_| noise.unit()).collect();
-        let int = int8 && format.is_quantised();
-        let seen = if int { quantised(&x) } else { x.iter().map(|v| f64::from(*v)).collect() };
-        let precision = if int8 { Precision::Int8 } else { Precision::F32 };
+        let int = precision.digits() > 0 && format.is_quantised();
+        let seen = seen(&x, precision, format);
         let old = add.then_some(0.75f32);
         let mut fused: Option<Vec<u32>> = None;
         for isa in isas() {
@@ -127,12 +143,11 @@ proptest! {
         rows in 2usize..=40,
         n in 17usize..=200,
         threads in 1usize..=5,
-        int8 in any::<bool>(),
+        precision in proptest::sample::select(PRECISIONS.to_vec()),
         seed in any::<u64>(),
     ) {
         let mut noise = Noise(seed);
         let k = 768;
-        let precision = if int8 { Precision::Int8 } else { Precision::F32 };
         let data = random_matrix(format, n, k, &mut noise);
         let other = random_matrix(WeightFormat::Q8_0, 33, k, &mut noise);
         let w = Weight::new(format, n, k, &data).unwrap();
@@ -161,19 +176,17 @@ proptest! {
 fn long_rows_and_many_input_rows_are_cut_into_chunks_without_a_trace() {
     let mut noise = Noise(3);
     for (format, k) in [(WeightFormat::Q4_1, 2592), (WeightFormat::Q6K, 2560), (WeightFormat::F16, 1001)] {
-        for precision in [Precision::Int8, Precision::F32] {
+        for precision in PRECISIONS {
             let (rows, n) = (700, 35);
             let data = random_matrix(format, n, k, &mut noise);
             let w = Weight::new(format, n, k, &data).unwrap();
             let x: Vec<f32> = (0..rows * k).map(|_| noise.unit()).collect();
             let got = product(Isa::best(), w, &x, rows, precision, None);
-            let int = precision == Precision::Int8 && format.is_quantised();
             for m in [0, 1, 349, 350, 511, 512, 699] {
                 let row = &x[m * k..(m + 1) * k];
-                let seen = if int { quantised(row) } else { row.iter().map(|v| f64::from(*v)).collect() };
                 check(
                     w,
-                    &seen,
+                    &seen(row, precision, format),
                     0.0,
                     &got[m * n..(m + 1) * n],
                     1e-5,
@@ -191,7 +204,7 @@ fn more_jobs_than_one_region_holds_are_all_done() {
     let data: Vec<_> = (1..=19).map(|n| random_matrix(WeightFormat::Q4_0, n, k, &mut noise)).collect();
     let x: Vec<f32> = (0..k).map(|_| noise.unit()).collect();
     let mut outs: Vec<_> = (1..=19).map(|n| vec![f32::NAN; n]).collect();
-    let mut input = LinearInput::quantised_only(1, k);
+    let mut input = LinearInput::quantised_only(1, k, Precision::Int8);
     input.set(&x, 1, k);
     let weight = |i: usize| Weight::new(WeightFormat::Q4_0, i + 1, k, &data[i]).unwrap();
     let mut jobs: Vec<_> = outs
@@ -201,7 +214,7 @@ fn more_jobs_than_one_region_holds_are_all_done() {
         .collect();
     linear(&mut jobs, &input, &mut LinearWorkspace::new(1, k, 19, 2));
     for (i, out) in outs.iter().enumerate() {
-        check(weight(i), &quantised(&x), 0.0, out, 1e-6, "job");
+        check(weight(i), &seen(&x, Precision::Int8, WeightFormat::Q4_0), 0.0, out, 1e-6, "job");
     }
 }
 
@@ -210,7 +223,7 @@ fn nan_or_infinity_in_one_row_makes_that_row_nan_and_no_other() {
     let mut noise = Noise(5);
     let (k, n, rows) = (288, 40, 11);
     for format in WeightFormat::ALL.into_iter().filter(|f| f.block_elems() <= 32) {
-        for precision in [Precision::Int8, Precision::F32] {
+        for precision in PRECISIONS {
             let data = random_matrix(format, n, k, &mut noise);
             let w = Weight::new(format, n, k, &data).unwrap();
             let clean: Vec<f32> = (0..rows * k).map(|_| noise.unit()).collect();
@@ -260,6 +273,30 @@ fn inputs_of_any_magnitude_quantise_without_overflow() {
 }
 
 #[test]
+fn two_digits_are_as_good_as_floats_where_one_is_off_by_a_percent() {
+    let mut noise = Noise(8);
+    let (n, k) = (64, 576);
+    let data = random_matrix(WeightFormat::Q4_1, n, k, &mut noise);
+    let w = Weight::new(WeightFormat::Q4_1, n, k, &data).unwrap();
+    let x: Vec<f32> = (0..k).map(|_| noise.unit()).collect();
+    let exact = seen(&x, Precision::F32, WeightFormat::Q4_1);
+    let mut row = vec![0f32; k];
+    let error = |precision: Precision, row: &mut [f32]| {
+        let got = product(Isa::best(), w, &x, 1, precision, None);
+        let mut worst = 0f64;
+        for (j, g) in got.iter().enumerate() {
+            w.dequantize_row(j, row);
+            let terms = row.iter().zip(&exact).map(|(w, x)| f64::from(*w) * x);
+            let (sum, size) = terms.fold((0.0, 0.0), |(s, a): (f64, f64), t| (s + t, a + t.abs()));
+            worst = worst.max((f64::from(*g) - sum).abs() / size);
+        }
+        worst
+    };
+    let [float, one, two] = PRECISIONS.map(|p| error(p, &mut row));
+    assert!(one > 1e-4 && two < one / 100.0 && two < 3e-6 && float < 3e-6, "{float:e} {one:e} {two:e}");
+}
+
+#[test]
 fn zero_rows_and_zero_outputs_are_no_work() {
     let mut ws = LinearWorkspace::new(4, 32, 8, 2);
     let mut input = LinearInput::new(4, 32, Precision::Int8);
@@ -298,7 +335,7 @@ fn an_output_that_is_too_short_is_refused() {
 #[test]
 #[should_panic(expected = "F16 needs the input in f32")]
 fn a_float_weight_on_an_input_without_floats_is_refused() {
-    let mut input = LinearInput::quantised_only(1, 32);
+    let mut input = LinearInput::quantised_only(1, 32, Precision::Int8);
     input.set(&[0.0; 32], 1, 32);
     let w = Weight::new(WeightFormat::F16, 1, 32, &[0; 64]).unwrap();
     let out = LinearOut { data: &mut [0.0], row_stride: 1, add: false };

@@ -68,6 +68,7 @@ impl Executor {
 
     /// The executor's threads. A caller that runs its whole loop inside (`pool().install`) saves a hand-over at each step,
     /// and with it the only memory a step may ask for: the pool's own queue, one block in 63 hand-overs from outside.
+    /// (A worker also registers with the queues once in its life, when it first takes another's job.)
     pub fn pool(&self) -> Arc<ThreadPool> {
         Arc::clone(&self.pool)
     }
@@ -317,15 +318,15 @@ impl Core {
     }
 }
 
-/// Room for the inputs of every product. Where no weight needs them in f32, they are held in 8 bits only.
+/// Room for the inputs of every product. Where no weight needs them in f32, they are held as integers only.
 fn linear_input(weights: &Weights, max_rows: usize, max_cols: usize, precision: Precision) -> LinearInput {
     let quantised = |t: &Tensor| t.format().is_quantised();
     let layer = |l: &LayerWeights| {
         let ffn = l.ffn.as_ref().is_none_or(|f| [&f.gate, &f.up, &f.down].into_iter().all(quantised));
         ffn && [&l.q, &l.k, &l.v, &l.o].into_iter().all(quantised)
     };
-    if precision == Precision::Int8 && quantised(&weights.lm_head) && weights.layers.iter().all(layer) {
-        return LinearInput::quantised_only(max_rows, max_cols);
+    if precision.digits() > 0 && quantised(&weights.lm_head) && weights.layers.iter().all(layer) {
+        return LinearInput::quantised_only(max_rows, max_cols, precision);
     }
     LinearInput::new(max_rows, max_cols, precision)
 }

@@ -112,44 +112,58 @@ unsafe fn int_tile<V: Vector, F: BlockFormat, const MR: usize, const NV: usize>(
             t.panel.groups.cast_const().add(p * PANEL_GROUPS + r)
         });
         for g in 0..t.cols / F::GROUP {
-            let meta: [_; MR] = std::array::from_fn(|m| t.meta.add(m * t.meta_stride + g * F::GROUP / 32));
-            let mut ints: [[V::Int; NV]; MR] = std::array::from_fn(|m| {
-                // Zero is stored as 2^shift: take 2^shift · Σx off the sum before it starts.
-                let offset = match F::OFFSET_LOG2 {
-                    Some(shift) if !(wide && V::WIDE_IS_SIGNED) => {
-                        let sum = if F::GROUP == 32 { (*meta[m]).sum } else { (*meta[m]).half_sums[g % 2] };
-                        sum << shift
-                    }
-                    _ => 0,
-                };
-                let magic = if V::FUSED { MAGIC.to_bits().cast_signed() } else { 0 };
-                [V::splat(magic - offset); NV]
-            });
-            for quad in 0..F::GROUP / 4 {
-                let w: [V::Int; NV] =
-                    std::array::from_fn(|v| V::load(quants[v].add(g * group_bytes + quad * 4 * PANEL_ROWS)));
-                for m in 0..MR {
-                    let x = t.x.add(m * t.x_stride + g * F::GROUP + quad * 4).cast::<i32>().read_unaligned();
-                    let x = V::splat(x);
-                    for v in 0..NV {
-                        ints[m][v] =
-                            if wide { V::dot_wide(ints[m][v], w[v], x) } else { V::dot(ints[m][v], w[v], x) };
+            // The digits of a group one after the other: each has a scale of its own, all share the weights.
+            for digit in 0..t.digits {
+                let first_x = t.x.wrapping_add(digit * t.digit_stride);
+                let first_meta = t.meta.wrapping_add(digit * t.digit_stride / 32);
+                let meta: [_; MR] =
+                    std::array::from_fn(|m| first_meta.add(m * t.meta_stride + g * F::GROUP / 32));
+                let mut ints: [[V::Int; NV]; MR] = std::array::from_fn(|m| {
+                    // Zero is stored as 2^shift: take 2^shift · Σx off the sum before it starts.
+                    let offset = match F::OFFSET_LOG2 {
+                        Some(shift) if !(wide && V::WIDE_IS_SIGNED) => {
+                            let sum =
+                                if F::GROUP == 32 { (*meta[m]).sum } else { (*meta[m]).half_sums[g % 2] };
+                            sum << shift
+                        }
+                        _ => 0,
+                    };
+                    let magic = if V::FUSED { MAGIC.to_bits().cast_signed() } else { 0 };
+                    [V::splat(magic - offset); NV]
+                });
+                for quad in 0..F::GROUP / 4 {
+                    let w: [V::Int; NV] = std::array::from_fn(|v| {
+                        V::load(quants[v].add(g * group_bytes + quad * 4 * PANEL_ROWS))
+                    });
+                    for m in 0..MR {
+                        let x = first_x
+                            .add(m * t.x_stride + g * F::GROUP + quad * 4)
+                            .cast::<i32>()
+                            .read_unaligned();
+                        let x = V::splat(x);
+                        for v in 0..NV {
+                            ints[m][v] = if wide {
+                                V::dot_wide(ints[m][v], w[v], x)
+                            } else {
+                                V::dot(ints[m][v], w[v], x)
+                            };
+                        }
                     }
                 }
-            }
-            for v in 0..NV {
-                let at = groups[v].add(g * GROUP_FLOATS);
-                let (scale, bias) = (V::load_f(at), V::load_f(at.add(PANEL_ROWS)));
-                for m in 0..MR {
-                    let scaled = if V::FUSED {
-                        V::mul_add(V::as_float(ints[m][v]), scale, bias)
-                    } else {
-                        V::mul(V::to_float(ints[m][v]), scale)
-                    };
-                    sums[m][v] = V::mul_add(scaled, V::splat_f((*meta[m]).scale), sums[m][v]);
-                    if F::HAS_MIN {
-                        let min = V::load_f(at.add(2 * PANEL_ROWS));
-                        sums[m][v] = V::mul_add(min, V::splat_f((*meta[m]).scaled_sum), sums[m][v]);
+                for v in 0..NV {
+                    let at = groups[v].add(g * GROUP_FLOATS);
+                    let (scale, bias) = (V::load_f(at), V::load_f(at.add(PANEL_ROWS)));
+                    for m in 0..MR {
+                        let scaled = if V::FUSED {
+                            V::mul_add(V::as_float(ints[m][v]), scale, bias)
+                        } else {
+                            V::mul(V::to_float(ints[m][v]), scale)
+                        };
+                        sums[m][v] = V::mul_add(scaled, V::splat_f((*meta[m]).scale), sums[m][v]);
+                        if F::HAS_MIN {
+                            let min = V::load_f(at.add(2 * PANEL_ROWS));
+                            sums[m][v] = V::mul_add(min, V::splat_f((*meta[m]).scaled_sum), sums[m][v]);
+                        }
                     }
                 }
             }

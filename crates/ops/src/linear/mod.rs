@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::format::Weight;
 use crate::isa::Isa;
-use crate::quantize::{LinearInput, Precision};
+use crate::quantize::LinearInput;
 use panel::{PANEL_ROWS, Slot, TILE_PANELS};
 use suanpan_base::BadArgument;
 
@@ -156,7 +156,11 @@ fn plan<'a, 'w: 'a>(
 ) -> Region<'a> {
     let (rows, cols, threads) = (input.rows(), input.cols(), ws.slots.len());
     let out_rows: usize = batch.iter().map(|(w, _)| w.rows()).sum();
-    let row_bytes = cols * if input.precision() == Precision::Int8 { 1 } else { 4 };
+    let row_bytes = cols
+        * match input.precision().digits() {
+            0 => 4,
+            digits => digits,
+        };
     let fitting = (UNIT_BYTES / row_bytes.max(1)).max(UNIT_ROWS_MIN);
     let limit = fitting.min(ws.slots[0].acc_rows());
     // A decode is fastest with a tile that leaves first-level cache to the bytes fetched ahead; a prefill with the widest.
@@ -180,7 +184,7 @@ fn plan<'a, 'w: 'a>(
         assert!(out.row_stride >= weight.rows(), "linear: row_stride of {} rows", weight.rows());
         let need = (rows - 1).checked_mul(out.row_stride).and_then(|n| n.checked_add(weight.rows()));
         assert!(need.is_some_and(|n| n <= out.data.len()), "linear: out holds {}", out.data.len());
-        let int = weight.format().is_quantised() && input.precision() == Precision::Int8;
+        let int = weight.format().is_quantised() && input.precision().digits() > 0;
         assert!(int || input.has_floats(), "linear: {} needs the input in f32", weight.format());
         let tiles = weight.rows().div_ceil(PANEL_ROWS * panels);
         *slot = Some(Job {

@@ -93,6 +93,10 @@ pub(crate) struct IntTile {
     pub meta: *const crate::quantize::Group,
     /// Groups from one input row to the next.
     pub meta_stride: usize,
+    /// 8-bit digits of an input element.
+    pub digits: usize,
+    /// Elements from one digit to the next (32 times the groups).
+    pub digit_stride: usize,
     /// Where the sums go.
     pub dest: Dest,
 }

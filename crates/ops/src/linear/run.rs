@@ -178,6 +178,8 @@ impl<'a> Unit<'a> {
                         x_stride: k_all,
                         meta,
                         meta_stride: k_all / 32,
+                        digits: input.precision().digits(),
+                        digit_stride: input.digit_stride(),
                         dest: self.dest(slot, m, p, k, cols),
                     };
                     let panels = V::PANELS.min(self.panels() - p);

@@ -115,8 +115,8 @@ pub(crate) trait Kernels: Vector {
     unsafe fn unpack<F: Unpack>(source: &Source, to: &IntPanels);
     /// Expands `cols` columns of one integer panel to a float panel, exactly.
     unsafe fn expand<F: BlockFormat>(cols: usize, from: &IntPanels, to: *mut f32);
-    /// Quantises `groups.len()` groups of 32 from `x` to `ints`.
-    unsafe fn quantise(x: *const f32, ints: *mut i8, groups: &mut [Group]);
+    /// Quantises `groups.len()` groups of 32 from `x` to `ints`, and unless `left` is null what that leaves over to `left`.
+    unsafe fn quantise(x: *const f32, ints: *mut i8, groups: &mut [Group], left: *mut f32);
     /// Unpacks the columns of one panel from plain floats.
     unsafe fn unpack_float<F: FloatFormat>(source: &Source, to: *mut f32);
 }
@@ -165,9 +165,14 @@ macro_rules! entries {
             }
 
             $(#[$features])*
-            unsafe fn quantise(x: *const f32, ints: *mut i8, groups: &mut [$crate::quantize::Group]) {
+            unsafe fn quantise(
+                x: *const f32,
+                ints: *mut i8,
+                groups: &mut [$crate::quantize::Group],
+                left: *mut f32,
+            ) {
                 // SAFETY: the caller's promise, passed on.
-                unsafe { $crate::quantize::groups_on::<$vector>(x, ints, groups) }
+                unsafe { $crate::quantize::groups_on::<$vector>(x, ints, groups, left) }
             }
 
             $(#[$features])*
