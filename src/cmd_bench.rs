@@ -264,7 +264,11 @@ fn model(args: &ModelArgs) -> anyhow::Result<()> {
     if !args.json {
         println!(
             "{}: {}, kv {}, {} threads, chunks of {}",
-            args.model, options.precision.name(), options.kv_dtype, options.threads, options.max_tokens
+            args.model,
+            options.precision.name(),
+            options.kv_dtype,
+            options.threads,
+            options.max_tokens
         );
         for row in &rows {
             println!(

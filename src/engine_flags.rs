@@ -63,8 +63,8 @@ pub struct EngineFlags {
     /// Keep computed prefixes for later requests (on unless turned off).
     #[arg(long, overrides_with = "no_enable_prefix_caching")]
     pub enable_prefix_caching: bool,
-    /// Compute every prompt whole.
-    #[arg(long)]
+    /// Compute every prompt whole. The last of the two flags counts.
+    #[arg(long, overrides_with = "enable_prefix_caching")]
     pub no_enable_prefix_caching: bool,
     /// Threads of the model [default: one for each core].
     #[arg(long)]
@@ -96,7 +96,7 @@ impl EngineFlags {
                 Dtype::Int8 => Precision::Int8,
                 Dtype::Float32 => Precision::F32,
             },
-            enable_prefix_caching: !self.no_enable_prefix_caching,
+            enable_prefix_caching: self.enable_prefix_caching || !self.no_enable_prefix_caching,
             ..EngineOptions::default()
         })
     }

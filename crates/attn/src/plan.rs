@@ -308,7 +308,7 @@ impl fmt::Display for Plan {
         let h = p.heads;
         writeln!(
             f,
-            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {:?}, {:?}; {}",
+            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}, {}; {}",
             h.num_q_heads,
             h.num_kv_heads,
             h.head_dim_qk,

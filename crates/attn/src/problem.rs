@@ -20,6 +20,15 @@ pub enum KvLayout {
     },
 }
 
+impl std::fmt::Display for KvLayout {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            KvLayout::Contiguous => f.write_str("contiguous"),
+            KvLayout::Paged { page_size } => write!(f, "pages of {page_size}"),
+        }
+    }
+}
+
 /// One kind of attention call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Problem {

@@ -3,6 +3,7 @@
 //! Alignment is bottom-right: the last query row stands on the last key. Row `i` of `seqlen_q` has the centre
 //! `c = seqlen_k - seqlen_q + i` and sees keys `c - left ..= c + right`, clipped to `0 .. seqlen_k`.
 
+use std::fmt;
 use std::ops::Range;
 
 use crate::shape::SeqLen;
@@ -58,6 +59,20 @@ impl Mask {
         let starts = sum_clipped(len, self.left.map(|l| -(l as i128)));
         let ends = ends.unwrap_or(len.seqlen_q as u128 * len.seqlen_k as u128);
         (ends - starts.unwrap_or(0)) as u64
+    }
+}
+
+impl fmt::Display for Mask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.left, self.right) {
+            (None, None) => f.write_str("full"),
+            (None, Some(0)) => f.write_str("causal"),
+            (Some(left), Some(0)) => write!(f, "window {}", left.saturating_add(1)),
+            (left, right) => {
+                let side = |n: Option<usize>| n.map_or("all".to_string(), |n| n.to_string());
+                write!(f, "{} keys left, {} right", side(left), side(right))
+            }
+        }
     }
 }
 

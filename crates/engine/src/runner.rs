@@ -53,7 +53,7 @@ impl Resident {
 
     /// Activation memory and the attention plans, for the start report.
     pub fn describe(&self) -> String {
-        let plans: Vec<String> = self.executor.plans().map(ToString::to_string).collect();
+        let plans: Vec<String> = self.executor.plans().map(|p| p.to_string().trim_end().to_owned()).collect();
         format!(
             "activations {:.1} MiB; {}",
             self.executor.arena_bytes() as f64 / (1 << 20) as f64,

@@ -184,6 +184,24 @@ async fn context_errors_name_the_limit_and_both_parts() {
     server.stop().await;
 }
 
+/// C35: every fractional field, with numbers no request means.
+async fn hostile_numbers_are_refused(server: &Server) {
+    for number in ["-32", "2147483647", "1e400", "1e308"] {
+        for field in [
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "n",
+        ] {
+            let body = format!(r#"{{"prompt": "ab", "{field}": {number}}}"#);
+            assert_eq!(server.post_bytes(TEXT, body.as_bytes()).await.error(400).0, field, "{number}");
+        }
+    }
+}
+
 /// C34 and C35 while somebody else streams.
 #[tokio::test(flavor = "multi_thread")]
 async fn bad_requests_name_their_field_and_do_not_harm_a_running_stream() {
@@ -239,20 +257,7 @@ async fn bad_requests_name_their_field_and_do_not_harm_a_running_stream() {
     ] {
         assert_eq!(server.post(path, &body).await.error(400).0, field);
     }
-    for number in ["-32", "2147483647", "1e400", "1e308"] {
-        for field in [
-            "temperature",
-            "top_p",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "n",
-        ] {
-            let body = format!(r#"{{"prompt": "ab", "{field}": {number}}}"#);
-            assert_eq!(server.post_bytes(TEXT, body.as_bytes()).await.error(400).0, field, "{number}");
-        }
-    }
+    hostile_numbers_are_refused(&server).await;
     let rest = read_until(&mut healthy, "data: [DONE]").await;
     assert!(rest.contains(r#""finish_reason":"length""#), "{rest}");
     assert_eq!(server.post(TEXT, &completion("ab", 1)).await.status, 200);

@@ -8,6 +8,7 @@ use super::panel::{
 };
 use super::vector::{Kernels, Vector};
 use crate::dequant::BlockFormat;
+use crate::quantize::Group;
 
 /// 1.5·2²³ as a float. An integer |i| < 2²² added to its *bits* gives the float 1.5·2²³ + i exactly, so that
 /// fma(that, scale, −1.5·2²³·scale) is i·scale rounded once: the conversion of an integer sum costs nothing. The product
@@ -92,13 +93,31 @@ const fn place<V: Vector>(v: usize) -> (usize, usize) {
     (v * V::LANES / PANEL_ROWS, v * V::LANES % PANEL_ROWS)
 }
 
+/// Whether the stored integers of a format use all eight bits.
+#[inline(always)]
+const fn is_wide<F: BlockFormat>() -> bool {
+    matches!(F::OFFSET_LOG2, Some(7))
+}
+
+/// Zero is stored as 2^shift: 2^shift · Σx, to be taken off the sum of group `g` before it starts.
+#[inline(always)]
+fn offset<V: Vector, F: BlockFormat>(meta: &Group, g: usize) -> i32 {
+    match F::OFFSET_LOG2 {
+        Some(shift) if !(is_wide::<F>() && V::WIDE_IS_SIGNED) => {
+            let sum = if F::GROUP == 32 { meta.sum } else { meta.half_sums[g % 2] };
+            sum << shift
+        }
+        _ => 0,
+    }
+}
+
 /// `MR` input rows by `NV` vectors of weight rows, over all columns of the panels.
 ///
 /// # Safety
 /// As [`int_any`].
 #[inline(always)]
 unsafe fn int_tile<V: Vector, F: BlockFormat, const MR: usize, const NV: usize>(t: &IntTile) {
-    let wide = F::OFFSET_LOG2 == Some(7);
+    let wide = is_wide::<F>();
     let group_bytes = F::GROUP * PANEL_ROWS;
     // SAFETY: all reads stay inside the tile's panels and input rows, whose extents are `cols` columns and MR rows.
     unsafe {
@@ -119,15 +138,7 @@ unsafe fn int_tile<V: Vector, F: BlockFormat, const MR: usize, const NV: usize>(
                 let meta: [_; MR] =
                     std::array::from_fn(|m| first_meta.add(m * t.meta_stride + g * F::GROUP / 32));
                 let mut ints: [[V::Int; NV]; MR] = std::array::from_fn(|m| {
-                    // Zero is stored as 2^shift: take 2^shift · Σx off the sum before it starts.
-                    let offset = match F::OFFSET_LOG2 {
-                        Some(shift) if !(wide && V::WIDE_IS_SIGNED) => {
-                            let sum =
-                                if F::GROUP == 32 { (*meta[m]).sum } else { (*meta[m]).half_sums[g % 2] };
-                            sum << shift
-                        }
-                        _ => 0,
-                    };
+                    let offset = offset::<V, F>(&*meta[m], g);
                     let magic = if V::FUSED { MAGIC.to_bits().cast_signed() } else { 0 };
                     [V::splat(magic - offset); NV]
                 });
