@@ -12,7 +12,7 @@ use suanpan_ops::Precision;
 /// What is multiplied in which type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Dtype {
-    /// Integer dot products for quantised weights with activations of two 8-bit digits (as good as f32), f32 for the rest.
+    /// Integer dot products for quantised weights with activations of two 8-bit digits (254 times as fine as one), f32 for the rest.
     Auto,
     /// The same with activations of one 8-bit digit: faster, and as coarse as other CPU engines.
     Int8,

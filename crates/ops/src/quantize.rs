@@ -2,7 +2,7 @@
 //!
 //! One digit is the scheme of GGUF's Q8_0 / Q8_1 dot products with the scale kept in f32: per 32 elements, scale = max|x| / 127, integers
 //! rounded to nearest even. So its error is no larger than theirs. A second digit is the same scheme applied to what the first one
-//! left over, at most half a step of it: the error falls 254-fold, to the size of f32 rounding in the sums, for twice the dots.
+//! left over, at most half a step of it: the error falls 254-fold, for twice the dots.
 
 use rayon::prelude::*;
 
