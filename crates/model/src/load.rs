@@ -167,34 +167,7 @@ pub fn from_gguf(gguf: &Gguf) -> Result<Model, ModelError> {
 }
 
 fn gguf_tokenizer(gguf: &Gguf) -> Result<Tokenizer, ModelError> {
-    let key = |name: &str| format!("tokenizer.ggml.{name}");
-    let id = |name: &str| -> Result<Option<u32>, ModelError> {
-        let id = gguf.uint(&key(name))?.map(u32::try_from).transpose();
-        id.map_err(|_| gguf.bad(format!("metadata {}", key(name)), "an id above 2^32", "a token id"))
-    };
-    let owned = |list: Option<Vec<&str>>| list.unwrap_or_default().into_iter().map(String::from).collect();
-    let Some(model) = gguf.string(&key("model"))? else {
-        return Err(ModelError::missing(gguf.name(), format!("metadata {}", key("model")), "the tokenizer"));
-    };
-    let types = gguf.ints(&key("token_type"))?.unwrap_or_default().into_iter().map(i32::try_from);
-    let token_types: Result<_, _> = types.collect();
-    let token_types = token_types.map_err(|_| {
-        gguf.bad(format!("metadata {}", key("token_type")), "a type above 2^31", "types 1 to 6")
-    });
-    let vocab = GgufVocab {
-        model: model.into(),
-        pre: gguf.string(&key("pre"))?.map(String::from),
-        tokens: owned(gguf.strings(&key("tokens"))?),
-        token_types: token_types?,
-        merges: owned(gguf.strings(&key("merges"))?),
-        bos: id("bos_token_id")?,
-        eos: id("eos_token_id")?,
-        unk: id("unknown_token_id")?,
-        pad: id("padding_token_id")?,
-        add_bos: gguf.boolean(&key("add_bos_token"))?,
-        add_eos: gguf.boolean(&key("add_eos_token"))?,
-    };
-    Tokenizer::from_gguf(vocab)
+    Tokenizer::from_gguf(GgufVocab::read(gguf)?)
         .map_err(|e| ModelError::Tokenizer { file: gguf.name().into(), message: e.to_string() })
 }
 

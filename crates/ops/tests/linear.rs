@@ -212,7 +212,7 @@ fn more_jobs_than_one_region_holds_are_all_done() {
         .enumerate()
         .map(|(i, out)| (weight(i), LinearOut { data: out, row_stride: i + 1, add: false }))
         .collect();
-    linear(&mut jobs, &input, &mut LinearWorkspace::new(1, k, 19, 2));
+    linear(&mut jobs, &input, &mut LinearWorkspace::new(1, 2));
     for (i, out) in outs.iter().enumerate() {
         check(weight(i), &seen(&x, Precision::Int8, WeightFormat::Q4_0), 0.0, out, 1e-6, "job");
     }
@@ -298,7 +298,7 @@ fn two_digits_are_as_good_as_floats_where_one_is_off_by_a_percent() {
 
 #[test]
 fn zero_rows_and_zero_outputs_are_no_work() {
-    let mut ws = LinearWorkspace::new(4, 32, 8, 2);
+    let mut ws = LinearWorkspace::new(4, 2);
     let mut input = LinearInput::new(4, 32, Precision::Int8);
     input.set(&[], 0, 32);
     let mut out = [5.0; 8];
@@ -319,7 +319,7 @@ fn a_weight_of_another_width_is_refused() {
     input.set(&[0.0; 64], 1, 64);
     let w = Weight::new(WeightFormat::Q8_0, 1, 32, &[0; 34]).unwrap();
     let out = LinearOut { data: &mut [0.0], row_stride: 1, add: false };
-    linear(&mut [(w, out)], &input, &mut LinearWorkspace::new(1, 64, 1, 1));
+    linear(&mut [(w, out)], &input, &mut LinearWorkspace::new(1, 1));
 }
 
 #[test]
@@ -329,7 +329,7 @@ fn an_output_that_is_too_short_is_refused() {
     input.set(&[0.0; 64], 2, 32);
     let w = Weight::new(WeightFormat::Q8_0, 2, 32, &[0; 68]).unwrap();
     let out = LinearOut { data: &mut [0.0; 3], row_stride: 2, add: false };
-    linear(&mut [(w, out)], &input, &mut LinearWorkspace::new(2, 32, 2, 1));
+    linear(&mut [(w, out)], &input, &mut LinearWorkspace::new(2, 1));
 }
 
 #[test]
@@ -339,5 +339,5 @@ fn a_float_weight_on_an_input_without_floats_is_refused() {
     input.set(&[0.0; 32], 1, 32);
     let w = Weight::new(WeightFormat::F16, 1, 32, &[0; 64]).unwrap();
     let out = LinearOut { data: &mut [0.0], row_stride: 1, add: false };
-    linear(&mut [(w, out)], &input, &mut LinearWorkspace::new(1, 32, 1, 1));
+    linear(&mut [(w, out)], &input, &mut LinearWorkspace::new(1, 1));
 }

@@ -191,9 +191,7 @@ impl Core {
         }
         let attn = Workspace::for_plans(&plans.iter().map(|(_, p)| p).collect::<Vec<_>>());
         let o_cols = heads.num_q_heads * heads.head_dim_v;
-        let kv_cols = heads.num_kv_heads * heads.head_dim_qk.max(heads.head_dim_v);
         let max_cols = config.hidden_size.max(o_cols).max(config.intermediate_size);
-        let max_out = max_cols.max(config.vocab_size).max(kv_cols).max(heads.num_q_heads * heads.head_dim_qk);
         let max_rows = opts.max_tokens.max(MAX_LOGIT_ROWS);
         let inv_freq = rope::inv_freq(&config.rope, heads.head_dim_qk);
         Ok(Core {
@@ -202,7 +200,7 @@ impl Core {
             plans,
             layer_plans,
             input: linear_input(&model.weights, max_rows, max_cols, opts.precision),
-            linear: LinearWorkspace::new(max_rows, max_cols, max_out, opts.threads),
+            linear: LinearWorkspace::new(max_rows, opts.threads),
             rope: RopeTable::new(&inv_freq, config.rope.attention_factor, opts.max_model_len),
             lens: Vec::with_capacity(opts.max_seqs),
             positions: Vec::with_capacity(opts.max_tokens),

@@ -48,24 +48,30 @@ impl GgufVocab {
     /// Reads the keys of an opened file. Refuses wrong types; what the values mean is checked by [`Tokenizer::from_gguf`].
     pub fn read(gguf: &Gguf) -> Result<GgufVocab, ModelError> {
         let key = |name: &str| format!("tokenizer.ggml.{name}");
-        let texts = |name: &str| -> Result<Vec<String>, ModelError> {
-            Ok(gguf.strings(&key(name))?.unwrap_or_default().into_iter().map(str::to_owned).collect())
-        };
         let id = |name: &str| -> Result<Option<u32>, ModelError> {
-            let Some(id) = gguf.uint(&key(name))? else { return Ok(None) };
-            let narrow = u32::try_from(id);
-            narrow.map(Some).map_err(|_| ModelError::bad(gguf.name(), key(name), id, "a token id"))
+            let id = gguf.uint(&key(name))?.map(u32::try_from).transpose();
+            id.map_err(|_| gguf.bad(format!("metadata {}", key(name)), "an id above 2^32", "a token id"))
         };
-        let needed = "the kind of tokenizer: a GGUF file without one cannot turn text into ids";
-        let model = gguf.string(&key("model"))?;
-        let types = gguf.ints(&key("token_type"))?.unwrap_or_default();
+        let owned =
+            |list: Option<Vec<&str>>| list.unwrap_or_default().into_iter().map(String::from).collect();
+        let Some(model) = gguf.string(&key("model"))? else {
+            return Err(ModelError::missing(
+                gguf.name(),
+                format!("metadata {}", key("model")),
+                "the tokenizer",
+            ));
+        };
+        let types = gguf.ints(&key("token_type"))?.unwrap_or_default().into_iter().map(i32::try_from);
+        let token_types: Result<_, _> = types.collect();
+        let token_types = token_types.map_err(|_| {
+            gguf.bad(format!("metadata {}", key("token_type")), "a type above 2^31", "types 1 to 6")
+        });
         Ok(GgufVocab {
-            model: model.ok_or_else(|| ModelError::missing(gguf.name(), key("model"), needed))?.to_owned(),
-            pre: gguf.string(&key("pre"))?.map(str::to_owned),
-            tokens: texts("tokens")?,
-            // A type beyond i32 is unknown either way.
-            token_types: types.into_iter().map(|t| i32::try_from(t).unwrap_or(i32::MAX)).collect(),
-            merges: texts("merges")?,
+            model: model.into(),
+            pre: gguf.string(&key("pre"))?.map(String::from),
+            tokens: owned(gguf.strings(&key("tokens"))?),
+            token_types: token_types?,
+            merges: owned(gguf.strings(&key("merges"))?),
             bos: id("bos_token_id")?,
             eos: id("eos_token_id")?,
             unk: id("unknown_token_id")?,

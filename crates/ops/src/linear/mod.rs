@@ -50,11 +50,9 @@ const FEW_ROWS: usize = 8;
 const BATCH: usize = 8;
 
 impl LinearWorkspace {
-    /// Scratch for inputs of up to `max_rows` rows on `threads` threads, with the machine's best instruction set.
-    ///
-    /// `max_cols` and `max_out` bound nothing here: panels have a fixed size.
-    pub fn new(max_rows: usize, max_cols: usize, max_out: usize, threads: usize) -> LinearWorkspace {
-        let _ = (max_cols, max_out);
+    /// Scratch for inputs of up to `max_rows` rows on `threads` threads, with the machine's best instruction set. Columns and outputs
+    /// are not bounded: panels have a fixed size.
+    pub fn new(max_rows: usize, threads: usize) -> LinearWorkspace {
         LinearWorkspace::on(Isa::best(), max_rows, threads)
     }
 
