@@ -1,7 +1,7 @@
 //! The plan: which kernel, tile and splits each sequence gets, by pure rules on shapes; nothing here reads data or clocks.
 //!
-//! A unit is one query tile of one sequence over one range of keys; every kv head of a unit is one task. Tiles depend on
-//! (seqlen_q, heads) only and splits on (seqlen_q, visible keys) only, so a sequence's bits depend on nothing else in the batch.
+//! A unit is one task: one query tile of one sequence over one range of keys, for one kv head or (direct kernel) several. Tiles depend
+//! on (seqlen_q, heads) only and splits on (seqlen_q, visible keys) only, so a sequence's bits depend on nothing else in the batch.
 
 use std::fmt;
 use std::ops::Range;
@@ -21,6 +21,12 @@ pub const SPLIT_KEYS: usize = 256;
 pub const MAX_SPLITS: usize = 16;
 /// Bound of seqlen_q × splits: partial results stay small.
 const SPLIT_TOKENS: usize = 64;
+/// Most rows of a direct task, all its kv heads together.
+pub(crate) const DIRECT_TASK_ROWS: usize = 96;
+/// Most bytes of K and V in a block of a direct task: this block and the next one stay in a 1–2 MiB second-level cache.
+const DIRECT_BLOCK_BYTES: usize = 256 << 10;
+/// Direct tasks a thread below which heads are not put together.
+const TASKS_A_THREAD: usize = 4;
 /// Keys a block. Blocks and splits stand on absolute multiples of it, so that a row's sums do not depend on its tile.
 pub const KEY_BLOCK: usize = 128;
 
@@ -44,7 +50,7 @@ pub enum Kernel {
     Packed,
 }
 
-/// One query tile of one sequence over one key range.
+/// One query tile of one sequence over one key range, for some kv heads.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Unit {
     pub seq: u32,
@@ -54,6 +60,8 @@ pub(crate) struct Unit {
     /// Query tokens of the tile, within the sequence.
     pub token: usize,
     pub tokens: usize,
+    pub kv_head: usize,
+    pub kv_heads: usize,
     pub key_start: usize,
     pub key_end: usize,
     /// First partial row of the tile (only with `splits > 1`).
@@ -115,6 +123,7 @@ impl Plan {
         let l = self.limits;
         checked_product(OP, "max_total_q", &[l.max_total_q, h.num_q_heads, width, 4, MAX_SPLITS, 2])?;
         checked_product(OP, "max_seqs", &[l.max_seqs, MAX_SPLITS, 2, h.num_q_heads, SPLIT_TOKENS, width, 4])?;
+        checked_product(OP, "max_seqs", &[l.max_seqs, 1 + MAX_SPLITS, h.num_kv_heads, size_of::<Unit>()])?;
         checked_product(OP, "max_seqlen_k", &[l.max_seqlen_k, h.num_kv_heads, width, 4])?;
         Ok(())
     }
@@ -174,31 +183,49 @@ impl Plan {
             self.push_units(i as u32, len, &mut partial);
         }
         // Heavy units first: the last ones to finish are small.
-        self.units.sort_unstable_by_key(|u| (std::cmp::Reverse(u.cost), u.seq, u.token, u.split));
+        self.units.sort_unstable_by_key(|u| (std::cmp::Reverse(u.cost), u.seq, u.token, u.split, u.kv_head));
         Ok(())
+    }
+
+    /// kv heads of a task. Heads of one page lie side by side: a direct task that takes them together reads long runs of memory.
+    /// No row's sums depend on it, so it may follow the number of threads.
+    fn heads_together(&self, len: SeqLen, splits: usize) -> usize {
+        if self.kernel_for(len) == Kernel::Packed {
+            return 1;
+        }
+        let h = self.problem.heads;
+        let block = KEY_BLOCK * (h.head_dim_qk + h.head_dim_v) * self.problem.kv_dtype.bytes();
+        let rows = (len.seqlen_q * h.group_size()).max(1);
+        let most = (DIRECT_BLOCK_BYTES / block).min(DIRECT_TASK_ROWS / rows).clamp(1, h.num_kv_heads);
+        let tasks = (TASKS_A_THREAD * self.machine.threads()).div_ceil(splits).clamp(1, h.num_kv_heads);
+        h.num_kv_heads.div_ceil(tasks).clamp(1, most)
     }
 
     fn push_units(&mut self, seq: u32, len: SeqLen, partial: &mut usize) {
         let (tile, splits) = (self.tile_q_for(len), self.splits_for(len));
         let heads = self.problem.heads;
+        let together = self.heads_together(len, splits);
         let mut token = 0;
         while token < len.seqlen_q {
             let tokens = tile.min(len.seqlen_q - token);
             let hull = self.problem.mask.visible_hull(len, token..token + tokens);
             let cut = Cut::new(&hull, if splits > 1 { most_splits_of(len.seqlen_q) } else { 1 });
-            for split in 0..splits {
+            for (split, kv_head) in (0..splits).flat_map(|s| heads_of(s, heads.num_kv_heads, together)) {
                 let keys = cut.range(&hull, split);
+                let kv_heads = together.min(heads.num_kv_heads - kv_head);
                 self.units.push(Unit {
                     seq,
                     splits: splits as u32,
                     split: split as u32,
                     token,
                     tokens,
+                    kv_head,
+                    kv_heads,
                     key_start: keys.start,
                     key_end: keys.end,
                     partial: *partial,
                     arrival: self.arrivals,
-                    cost: (keys.len() * tokens) as u64,
+                    cost: (keys.len() * tokens * kv_heads) as u64,
                 });
             }
             if splits > 1 {
@@ -245,7 +272,9 @@ impl Plan {
 
     fn max_units(&self) -> usize {
         let l = self.limits;
-        l.max_total_q / self.full_tile() + l.max_seqs.min(l.max_total_q) * (1 + self.most_splits())
+        let tiles =
+            l.max_total_q / self.full_tile() + l.max_seqs.min(l.max_total_q) * (1 + self.most_splits());
+        tiles * self.problem.heads.num_kv_heads
     }
 
     /// Most splits that any sequence within the limits can get.
@@ -271,6 +300,11 @@ impl Plan {
     pub fn workspace_bytes(&self) -> usize {
         crate::workspace::Sizes::of(self).bytes()
     }
+}
+
+/// (split, first kv head) of the tasks of one split.
+fn heads_of(split: usize, num_kv_heads: usize, together: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..num_kv_heads).step_by(together).map(move |head| (split, head))
 }
 
 /// Most splits of a tile of `tokens` query tokens, whatever the keys.

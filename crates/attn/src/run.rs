@@ -1,12 +1,12 @@
 //! One call: check everything, hand tasks to the threads through one counter, book what the loops did.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use rayon::prelude::*;
 use suanpan_base::{BadArgument, Buf, BufMut};
 use suanpan_ledger::{AttnBooks, kernel};
 
-use crate::cpu::task::Call;
+use crate::cpu::task::{Call, Queue};
 use crate::plan::Plan;
 use crate::workspace::Workspace;
 
@@ -59,17 +59,13 @@ pub fn run(
 ) -> Result<(), BadArgument> {
     crate::check::check(plan, &args, ws, books)?;
     let call = Call::new(plan, args, ws);
-    let tasks = plan.units.len() * plan.problem.heads.num_kv_heads;
-    let workers = plan.machine.threads().min(tasks);
-    let next = AtomicUsize::new(0);
+    let queue = Queue::new(plan.units.len());
+    let workers = plan.machine.threads().min(plan.units.len());
     let work = |worker: usize| {
-        loop {
-            let task = next.fetch_add(1, Ordering::Relaxed);
-            if task >= tasks {
-                break;
-            }
+        let mut task = queue.take();
+        while let Some(at) = task {
             // SAFETY: `check` passed; each task index is taken once and each worker index has a slot of its own.
-            unsafe { call.run_task(task, worker) };
+            task = unsafe { call.run_task(at, worker, &queue) };
         }
     };
     if workers <= 1 {

@@ -4,7 +4,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use crate::plan::{DIRECT_ROWS, KEY_BLOCK, Plan};
+use crate::plan::{DIRECT_TASK_ROWS, KEY_BLOCK, Plan};
 
 /// Rows of a register tile; packed rows come in multiples of it.
 pub(crate) const TILE_ROWS: usize = 6;
@@ -54,7 +54,7 @@ impl SlotLayout {
     pub fn of(plan: &Plan) -> SlotLayout {
         let h = plan.problem.heads;
         let (dqk, dv) = (padded(h.head_dim_qk), padded(h.head_dim_v));
-        let rows = plan.max_tile_rows().max(DIRECT_ROWS).next_multiple_of(TILE_ROWS);
+        let rows = plan.max_tile_rows().max(DIRECT_TASK_ROWS).next_multiple_of(TILE_ROWS);
         let words = size_of::<usize>() / size_of::<f32>();
         let mut end = 0;
         let mut part = |floats: usize| {

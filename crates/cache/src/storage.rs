@@ -1,11 +1,12 @@
-//! The bytes of the KV cache: one block of memory a layer for keys and one for values, cut into pages.
+//! The bytes of the KV cache: one block of memory, cut into pages; a page holds the keys and values of all layers.
 //!
-//! Does not know who holds a page. A page of a layer is `[num_kv_heads][page_size][head_dim]`, so that one head's part
-//! of a page is one contiguous run:
+//! Does not know who holds a page. A layer's part of a page is `[num_kv_heads]` runs of keys, then values, of one head:
 //! ```text
-//! page p:  | head 0: slot 0, slot 1, .. | head 1: slot 0, .. | .. |
-//!          '---- page_size · head_dim --'
+//! page p:  | layer 0: head 0: K slot 0, 1, .. V slot 0, 1, .. | head 1: K .. V .. | .. | layer 1: .. | .. | page p + 1: ..
+//!                     '- page_size · dqk -' '- page_size · dv -'
 //! ```
+//! One step of one layer reads long runs, a page is one run to copy elsewhere, and memory becomes resident a page at a time,
+//! so that large pages of the operating system waste at most one of theirs.
 
 use half::bf16;
 use memmap2::MmapMut;
@@ -15,6 +16,8 @@ use suanpan_base::{BadArgument, Buf, DType, HeadShape};
 use crate::memory::HostMemory;
 
 const OP: &str = "KV storage";
+/// Each layer's part of a page, and so each page, starts on a cache line.
+const ALIGN: usize = 64;
 
 /// What one layer stores of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,20 +35,28 @@ impl LayerShape {
     }
 }
 
-/// Keys or values of one layer.
-struct Side {
-    /// Zero pages of the operating system: resident only as touched.
-    map: MmapMut,
-    head_dim: usize,
+/// Where one layer lies in every page.
+struct Layer {
+    shape: LayerShape,
+    /// Bytes from the start of a page to this layer's keys.
+    offset: usize,
 }
 
-/// Keys and values of all layers, `num_pages` pages each.
+/// Keys and values of all layers, `num_pages` pages.
 pub struct KvStorage {
-    layers: Vec<(LayerShape, Side, Side)>,
+    layers: Vec<Layer>,
+    /// Zero pages of the operating system: resident only as touched.
+    map: MmapMut,
     num_pages: usize,
     page_size: usize,
-    bytes: usize,
     bytes_per_page: usize,
+}
+
+/// Keys or values.
+#[derive(Clone, Copy, PartialEq)]
+enum Side {
+    K,
+    V,
 }
 
 impl KvStorage {
@@ -58,34 +69,27 @@ impl KvStorage {
             }
         }
         let mut bytes_per_page = 0usize;
-        for layer in layers {
-            layer.heads.check(OP)?;
-            for head_dim in [layer.heads.head_dim_qk, layer.heads.head_dim_v] {
-                bytes_per_page = bytes_per_page
-                    .checked_add(side_bytes(layer, head_dim, 1, page_size)?)
-                    .ok_or_else(|| BadArgument::new(OP, "bytes_per_page", "past 2^64", "below 2^63"))?;
-            }
+        let mut placed = Vec::with_capacity(layers.len());
+        for &shape in layers {
+            shape.heads.check(OP)?;
+            placed.push(Layer { shape, offset: bytes_per_page });
+            bytes_per_page = page_bytes(&shape, page_size)?
+                .checked_add(bytes_per_page)
+                .and_then(|n| n.checked_next_multiple_of(ALIGN))
+                .ok_or_else(|| BadArgument::new(OP, "bytes_per_page", "past 2^64", "below 2^63"))?;
         }
         let bytes = checked_product(OP, "num_pages * bytes_per_page", &[num_pages, bytes_per_page])?;
         refuse_above(bytes, HostMemory::detect().limit_bytes)?;
-        let side = |layer: &LayerShape, head_dim| -> Result<Side, BadArgument> {
-            let len = side_bytes(layer, head_dim, num_pages, page_size)?;
-            let map = MmapMut::map_anon(len).map_err(|error| {
-                let asked = format!("{bytes} ({len} of them refused: {error})");
-                BadArgument::new(OP, "bytes", asked, available())
-            })?;
-            Ok(Side { map, head_dim })
-        };
-        let layers = layers
-            .iter()
-            .map(|l| Ok((*l, side(l, l.heads.head_dim_qk)?, side(l, l.heads.head_dim_v)?)))
-            .collect::<Result<Vec<_>, BadArgument>>()?;
-        Ok(KvStorage { layers, num_pages, page_size, bytes, bytes_per_page })
+        let map = MmapMut::map_anon(bytes).map_err(|error| {
+            BadArgument::new(OP, "bytes", format!("{bytes} (refused: {error})"), available())
+        })?;
+        ask_for_large_pages(&map);
+        Ok(KvStorage { layers: placed, map, num_pages, page_size, bytes_per_page })
     }
 
     /// Bytes of all pages of all layers, touched or not.
     pub fn bytes(&self) -> usize {
-        self.bytes
+        self.map.len()
     }
 
     /// Bytes of one page over all layers.
@@ -98,7 +102,7 @@ impl KvStorage {
         self.layers.len()
     }
 
-    /// Pages of each layer.
+    /// Number of pages.
     pub fn num_pages(&self) -> usize {
         self.num_pages
     }
@@ -108,28 +112,29 @@ impl KvStorage {
         self.page_size
     }
 
-    /// All keys of `layer`: `[num_pages, num_kv_heads, page_size, head_dim_qk]`.
-    pub fn k(&self, layer: usize) -> Buf<'_> {
-        let (shape, k, _) = &self.layers[layer];
-        k.view(shape.dtype)
+    /// What `layer` stores of a token.
+    pub fn layer(&self, layer: usize) -> LayerShape {
+        self.layers[layer].shape
     }
 
-    /// All values of `layer`: `[num_pages, num_kv_heads, page_size, head_dim_v]`.
+    /// All keys of `layer` under `k_strides(layer)`, from the first element of page 0 to the end of the storage.
+    pub fn k(&self, layer: usize) -> Buf<'_> {
+        self.view(layer, Side::K)
+    }
+
+    /// All values of `layer` under `v_strides(layer)`, likewise.
     pub fn v(&self, layer: usize) -> Buf<'_> {
-        let (shape, _, v) = &self.layers[layer];
-        v.view(shape.dtype)
+        self.view(layer, Side::V)
     }
 
     /// Elements between (tokens, heads, pages) of `k(layer)`.
     pub fn k_strides(&self, layer: usize) -> (usize, usize, usize) {
-        let (shape, k, _) = &self.layers[layer];
-        k.strides(shape.heads.num_kv_heads, self.page_size)
+        self.strides(layer, Side::K)
     }
 
     /// Elements between (tokens, heads, pages) of `v(layer)`.
     pub fn v_strides(&self, layer: usize) -> (usize, usize, usize) {
-        let (shape, _, v) = &self.layers[layer];
-        v.strides(shape.heads.num_kv_heads, self.page_size)
+        self.strides(layer, Side::V)
     }
 
     /// Stores new keys `[T, num_kv_heads, head_dim_qk]` and values `[T, num_kv_heads, head_dim_v]`, token `t` at
@@ -141,62 +146,93 @@ impl KvStorage {
         if let Some(slot) = slots.iter().find(|&&s| s >= num_slots) {
             panic!("slot {slot} of {num_slots}");
         }
-        let (shape, k_side, v_side) = &mut self.layers[layer];
-        let kv_heads = shape.heads.num_kv_heads;
-        assert_eq!(k.len(), slots.len() * kv_heads * k_side.head_dim, "keys of {} tokens", slots.len());
-        assert_eq!(v.len(), slots.len() * kv_heads * v_side.head_dim, "values of {} tokens", slots.len());
-        k_side.scatter(shape.dtype, kv_heads, self.page_size, slots, k);
-        v_side.scatter(shape.dtype, kv_heads, self.page_size, slots, v);
+        let shape = self.layers[layer].shape;
+        let heads = shape.heads;
+        let kv_heads = heads.num_kv_heads;
+        assert_eq!(k.len(), slots.len() * kv_heads * heads.head_dim_qk, "keys of {} tokens", slots.len());
+        assert_eq!(v.len(), slots.len() * kv_heads * heads.head_dim_v, "values of {} tokens", slots.len());
+        self.scatter(layer, Side::K, slots, k);
+        self.scatter(layer, Side::V, slots, v);
         shape.bytes(slots.len())
+    }
+
+    /// Bytes from the start of a page to the first element of a side.
+    fn offset(&self, layer: usize, side: Side) -> usize {
+        let Layer { shape, offset } = &self.layers[layer];
+        match side {
+            Side::K => *offset,
+            Side::V => offset + self.page_size * shape.heads.head_dim_qk * shape.dtype.bytes(),
+        }
+    }
+
+    fn strides(&self, layer: usize, side: Side) -> (usize, usize, usize) {
+        let LayerShape { heads, dtype } = self.layers[layer].shape;
+        let head = self.page_size * (heads.head_dim_qk + heads.head_dim_v);
+        (width(heads, side), head, self.bytes_per_page / dtype.bytes())
+    }
+
+    fn view(&self, layer: usize, side: Side) -> Buf<'_> {
+        let bytes = &self.map[self.offset(layer, side)..];
+        match self.layers[layer].shape.dtype {
+            DType::F32 => Buf::F32(bytemuck::cast_slice(bytes)),
+            DType::Bf16 => Buf::Bf16(bytemuck::cast_slice(bytes)),
+        }
+    }
+
+    fn scatter(&mut self, layer: usize, side: Side, slots: &[u64], rows: &[f32]) {
+        let LayerShape { heads, dtype } = self.layers[layer].shape;
+        let place = Place {
+            strides: self.strides(layer, side),
+            page_size: self.page_size,
+            kv_heads: heads.num_kv_heads,
+            head_dim: width(heads, side),
+        };
+        let offset = self.offset(layer, side);
+        let bytes = &mut self.map[offset..];
+        match dtype {
+            DType::F32 => {
+                scatter(bytemuck::cast_slice_mut(bytes), &place, slots, rows, |to: &mut [f32], from| {
+                    to.copy_from_slice(from)
+                })
+            }
+            DType::Bf16 => scatter(bytemuck::cast_slice_mut(bytes), &place, slots, rows, to_bf16),
+        }
     }
 }
 
-impl Side {
-    fn view(&self, dtype: DType) -> Buf<'_> {
-        match dtype {
-            DType::F32 => Buf::F32(bytemuck::cast_slice(&self.map)),
-            DType::Bf16 => Buf::Bf16(bytemuck::cast_slice(&self.map)),
-        }
+fn width(heads: HeadShape, side: Side) -> usize {
+    match side {
+        Side::K => heads.head_dim_qk,
+        Side::V => heads.head_dim_v,
     }
+}
 
-    fn strides(&self, kv_heads: usize, page_size: usize) -> (usize, usize, usize) {
-        (self.head_dim, page_size * self.head_dim, kv_heads * page_size * self.head_dim)
-    }
+/// Decode streams over the whole cache: with small pages of the operating system the walks of its page tables cost a third of the
+/// bandwidth. Only a hint: a system that refuses it is slower and not wrong.
+fn ask_for_large_pages(map: &MmapMut) {
+    #[cfg(target_os = "linux")]
+    map.advise(memmap2::Advice::HugePage).ok();
+    #[cfg(not(target_os = "linux"))]
+    let _ = map;
+}
 
-    fn scatter(&mut self, dtype: DType, kv_heads: usize, page_size: usize, slots: &[u64], rows: &[f32]) {
-        let strides = self.strides(kv_heads, page_size);
-        let head_dim = self.head_dim;
-        match dtype {
-            DType::F32 => {
-                let all: &mut [f32] = bytemuck::cast_slice_mut(&mut self.map);
-                scatter(all, strides, kv_heads, page_size, head_dim, slots, rows, |to, from| {
-                    to.copy_from_slice(from)
-                });
-            }
-            DType::Bf16 => {
-                let all: &mut [bf16] = bytemuck::cast_slice_mut(&mut self.map);
-                scatter(all, strides, kv_heads, page_size, head_dim, slots, rows, to_bf16);
-            }
-        }
-    }
+/// How the rows of one side lie in its view.
+struct Place {
+    /// Elements between (tokens, heads, pages).
+    strides: (usize, usize, usize),
+    page_size: usize,
+    kv_heads: usize,
+    head_dim: usize,
 }
 
 /// Copies row `(t, head)` of `rows` to its place in `all`.
-fn scatter<T>(
-    all: &mut [T],
-    (token, head, page): (usize, usize, usize),
-    kv_heads: usize,
-    page_size: usize,
-    head_dim: usize,
-    slots: &[u64],
-    rows: &[f32],
-    store: impl Fn(&mut [T], &[f32]),
-) {
-    for (&slot, row) in slots.iter().zip(rows.chunks_exact(kv_heads * head_dim)) {
-        let (p, s) = (slot as usize / page_size, slot as usize % page_size);
+fn scatter<T>(all: &mut [T], at: &Place, slots: &[u64], rows: &[f32], store: impl Fn(&mut [T], &[f32])) {
+    let (token, head, page) = at.strides;
+    for (&slot, row) in slots.iter().zip(rows.chunks_exact(at.kv_heads * at.head_dim)) {
+        let (p, s) = (slot as usize / at.page_size, slot as usize % at.page_size);
         let base = p * page + s * token;
-        for (h, from) in row.chunks_exact(head_dim).enumerate() {
-            store(&mut all[base + h * head..][..head_dim], from);
+        for (h, from) in row.chunks_exact(at.head_dim).enumerate() {
+            store(&mut all[base + h * head..][..at.head_dim], from);
         }
     }
 }
@@ -213,15 +249,13 @@ fn to_bf16(to: &mut [bf16], from: &[f32]) {
     }
 }
 
-/// Bytes of one side of a layer over `num_pages` pages.
-fn side_bytes(
-    layer: &LayerShape,
-    head_dim: usize,
-    num_pages: usize,
-    page_size: usize,
-) -> Result<usize, BadArgument> {
-    let factors = [num_pages, page_size, layer.heads.num_kv_heads, head_dim, layer.dtype.bytes()];
-    checked_product(OP, "num_pages * page_size * num_kv_heads * head_dim * bytes", &factors)
+/// Bytes of a layer's part of a page.
+fn page_bytes(layer: &LayerShape, page_size: usize) -> Result<usize, BadArgument> {
+    let heads = layer.heads;
+    let width = heads.head_dim_qk.checked_add(heads.head_dim_v);
+    let width = width.ok_or_else(|| BadArgument::new(OP, "head_dim", "past 2^64", "below 2^63"))?;
+    let factors = [page_size, heads.num_kv_heads, width, layer.dtype.bytes()];
+    checked_product(OP, "page_size * num_kv_heads * (head_dim_qk + head_dim_v) * bytes", &factors)
 }
 
 fn refuse_above(bytes: usize, limit: Option<u64>) -> Result<(), BadArgument> {

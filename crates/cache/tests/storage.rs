@@ -68,26 +68,37 @@ proptest! {
         let written = storage.write(1, &slots, &rows(0, dims.0), &rows(1, dims.1));
         prop_assert_eq!(written, (tokens * kv_heads * (dims.0 + dims.1) * dtype.bytes()) as u64);
 
-        let mut numbers = 0;
         for (side, head_dim, buf, strides) in [
             (0, dims.0, storage.k(1), storage.k_strides(1)),
             (1, dims.1, storage.v(1), storage.v_strides(1)),
         ] {
-            prop_assert_eq!(strides, (head_dim, page_size * head_dim, kv_heads * page_size * head_dim));
-            for token in 0..tokens {
-                for head in 0..kv_heads {
+            prop_assert_eq!((strides.0, strides.1), (head_dim, page_size * (dims.0 + dims.1)));
+            let mut numbers = 0;
+            for page in 0..num_pages {
+                let token = |slot| table.ids().iter().position(|&id| id as usize == page).map(|i| i * page_size + slot);
+                for (head, slot) in (0..kv_heads).flat_map(|h| (0..page_size).map(move |s| (h, s))) {
                     for dim in 0..head_dim {
-                        let page = table.ids()[token / page_size] as usize;
-                        let found = at(buf, strides, page, head, token % page_size, dim);
-                        prop_assert_eq!(found, value(side, token, head, dim));
+                        let found = at(buf, strides, page, head, slot, dim);
+                        numbers += usize::from(!found.is_nan());
+                        if let Some(token) = token(slot).filter(|&t| t < tokens) {
+                            prop_assert_eq!(found, value(side, token, head, dim));
+                        }
                     }
                 }
             }
-            numbers += (0..buf.len()).filter(|&i| !buf.get(i).is_nan()).count();
+            prop_assert_eq!(numbers, tokens * kv_heads * head_dim, "nothing else was written");
         }
-        prop_assert_eq!(numbers, tokens * kv_heads * (dims.0 + dims.1), "nothing else was written");
-        let untouched = [storage.k(0), storage.v(0)].iter().all(|b| (0..b.len()).all(|i| b.get(i).is_nan()));
-        prop_assert!(untouched, "the other layer was written");
+        for (buf, strides, head_dim) in [
+            (storage.k(0), storage.k_strides(0), dims.0),
+            (storage.v(0), storage.v_strides(0), dims.1),
+        ] {
+            let mut all = (0..num_pages * kv_heads * page_size * head_dim).map(|i| {
+                let (row, dim) = (i / head_dim, i % head_dim);
+                let (page, head, slot) = (row / page_size / kv_heads, row / page_size % kv_heads, row % page_size);
+                at(buf, strides, page, head, slot, dim)
+            });
+            prop_assert!(all.all(f32::is_nan), "the other layer was written");
+        }
     }
 }
 
@@ -97,7 +108,8 @@ fn sizes_are_exact_and_new_storage_is_zero() {
     let storage = KvStorage::new(&layers, 5, 16).unwrap();
     let per_page = 16 * (3 * 128 * 2 + 2 * 128 * 4);
     assert_eq!((storage.bytes_per_page(), storage.bytes()), (per_page, 5 * per_page));
-    assert_eq!(storage.k(1).len(), 5 * 16 * 2 * 96);
+    assert_eq!(storage.layer(1), layers[1]);
+    assert_eq!(storage.k_strides(1), (96, 16 * 128, per_page / 4));
     assert!((0..storage.v(1).len()).all(|i| storage.v(1).get(i) == 0.0));
 }
 

@@ -148,13 +148,21 @@ unsafe impl Vector for Ymm {
         }
     }
     #[inline(always)]
-    unsafe fn reduce_add4(x: [Ymm; 4], p: *mut f32) {
+    unsafe fn fold4(x: [Ymm; 4]) -> Ymm {
         // SAFETY: as Vector.
         unsafe {
             let ab = _mm256_hadd_ps(x[0].0, x[1].0);
             let cd = _mm256_hadd_ps(x[2].0, x[3].0);
-            let (lo, hi) = halves(_mm256_hadd_ps(ab, cd));
-            _mm_storeu_ps(p, _mm_add_ps(lo, hi));
+            Ymm(_mm256_hadd_ps(ab, cd))
+        }
+    }
+    #[inline(always)]
+    unsafe fn join(x: [Ymm; 4]) -> Ymm {
+        // SAFETY: as Vector.
+        unsafe {
+            let lo = _mm256_permute2f128_ps::<0x20>(x[0].0, x[1].0);
+            let hi = _mm256_permute2f128_ps::<0x31>(x[0].0, x[1].0);
+            Ymm(_mm256_add_ps(lo, hi))
         }
     }
     #[inline(always)]
@@ -197,7 +205,7 @@ unsafe impl Vector for Ymm {
 /// # Safety
 /// As `Call::run_task`, on a processor with these features.
 #[target_feature(enable = "avx2,fma")]
-pub(crate) unsafe fn run(t: &Task<'_>) -> Counts {
+pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Ymm, 2>(t) }
 }

@@ -126,7 +126,7 @@ unsafe impl Vector for Zmm {
         unsafe { _mm512_reduce_add_ps(self.0) }
     }
     #[inline(always)]
-    unsafe fn reduce_add4(x: [Zmm; 4], p: *mut f32) {
+    unsafe fn fold4(x: [Zmm; 4]) -> Zmm {
         // SAFETY: as Vector.
         unsafe {
             let [a, b, c, d] = x.map(|x| x.0);
@@ -134,10 +134,22 @@ unsafe impl Vector for Zmm {
             let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
             let lo = _mm512_shuffle_ps::<0b01_00_01_00>(ab, cd);
             let hi = _mm512_shuffle_ps::<0b11_10_11_10>(ab, cd);
-            let abcd = _mm512_add_ps(lo, hi);
-            let half = _mm256_add_ps(_mm512_castps512_ps256(abcd), upper(abcd));
-            let sums = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps::<1>(half));
-            _mm_storeu_ps(p, sums);
+            Zmm(_mm512_add_ps(lo, hi))
+        }
+    }
+    #[inline(always)]
+    unsafe fn join(x: [Zmm; 4]) -> Zmm {
+        // SAFETY: as Vector.
+        unsafe {
+            let halves = |a: Zmm, b: Zmm| {
+                let lo = _mm512_shuffle_f32x4::<0b01_00_01_00>(a.0, b.0);
+                let hi = _mm512_shuffle_f32x4::<0b11_10_11_10>(a.0, b.0);
+                _mm512_add_ps(lo, hi)
+            };
+            let (ab, cd) = (halves(x[0], x[1]), halves(x[2], x[3]));
+            let even = _mm512_shuffle_f32x4::<0b10_00_10_00>(ab, cd);
+            let odd = _mm512_shuffle_f32x4::<0b11_01_11_01>(ab, cd);
+            Zmm(_mm512_add_ps(even, odd))
         }
     }
     #[inline(always)]
@@ -181,19 +193,12 @@ unsafe impl Vector for Zmm {
     }
 }
 
-/// The upper 256 bits, with AVX-512 F alone.
-#[inline(always)]
-unsafe fn upper(x: __m512) -> __m256 {
-    // SAFETY: as Vector.
-    unsafe { _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x))) }
-}
-
 /// The task on AVX-512.
 ///
 /// # Safety
 /// As `Call::run_task`, on a processor with these features.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
-pub(crate) unsafe fn run(t: &Task<'_>) -> Counts {
+pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Zmm, 4>(t) }
 }

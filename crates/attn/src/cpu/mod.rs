@@ -24,11 +24,11 @@ use detect::Isa;
 use task::{Counts, Src, Task};
 use vector::Vector;
 
-/// Runs a task on the instance of its plan's machine.
+/// Runs a task on the instance of its plan's machine. Returns what it did and the task to run next.
 ///
 /// # Safety
 /// As `Call::run_task`; the machine was detected or checked on this processor.
-pub(crate) unsafe fn run_task(t: &Task<'_>) -> Counts {
+pub(crate) unsafe fn run_task(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded; `Machine` only holds an instruction set that is available.
     unsafe {
         match t.call.plan.machine.isa() {
@@ -45,14 +45,14 @@ pub(crate) unsafe fn run_task(t: &Task<'_>) -> Counts {
 
 /// The algorithm: the kernel that the plan chose, on vectors `V`, in register tiles `N` vectors wide.
 #[inline(always)]
-unsafe fn run_with<V: Vector, const N: usize>(t: &Task<'_>) -> Counts {
+unsafe fn run_with<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Option<usize>) {
     let len = t.call.plan.seqs[t.unit.seq as usize].len;
     // SAFETY: forwarded.
     unsafe {
         match (t.call.plan.kernel_for(len), t.call.k, t.call.v) {
             (Kernel::Direct, Src::F32(k), Src::F32(v)) => direct::run::<V, f32, N>(t, k, v),
             (Kernel::Direct, Src::Bf16(k), Src::Bf16(v)) => direct::run::<V, bf16, N>(t, k, v),
-            _ => packed::run::<V, N>(t),
+            _ => (packed::run::<V, N>(t), t.queue.take()),
         }
     }
 }

@@ -127,13 +127,13 @@ unsafe impl Vector for Quad {
         unsafe { vaddvq_f32(self.0) }
     }
     #[inline(always)]
-    unsafe fn reduce_add4(x: [Quad; 4], p: *mut f32) {
+    unsafe fn fold4(x: [Quad; 4]) -> Quad {
         // SAFETY: as Vector.
-        unsafe {
-            let ab = vpaddq_f32(x[0].0, x[1].0);
-            let cd = vpaddq_f32(x[2].0, x[3].0);
-            vst1q_f32(p, vpaddq_f32(ab, cd));
-        }
+        unsafe { Quad(vpaddq_f32(vpaddq_f32(x[0].0, x[1].0), vpaddq_f32(x[2].0, x[3].0))) }
+    }
+    #[inline(always)]
+    unsafe fn join(x: [Quad; 4]) -> Quad {
+        x[0]
     }
     #[inline(always)]
     unsafe fn transpose(x: &mut [Quad; MAX_LANES]) {
@@ -170,7 +170,7 @@ unsafe impl Vector for Quad {
 /// # Safety
 /// As `Call::run_task`.
 #[target_feature(enable = "neon")]
-pub(crate) unsafe fn run(t: &Task<'_>) -> Counts {
+pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Quad, 4>(t) }
 }

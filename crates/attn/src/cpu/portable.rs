@@ -133,11 +133,12 @@ unsafe impl Vector for Lanes {
         ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]))
     }
     #[inline(always)]
-    unsafe fn reduce_add4(x: [Lanes; 4], p: *mut f32) {
-        for (i, x) in x.into_iter().enumerate() {
-            // SAFETY: four floats by contract.
-            unsafe { *p.add(i) = x.reduce_add() };
-        }
+    unsafe fn fold4(x: [Lanes; 4]) -> Lanes {
+        Lanes(std::array::from_fn(|i| x[i % 4].0[i / 4 * 4..][..4].iter().sum()))
+    }
+    #[inline(always)]
+    unsafe fn join(x: [Lanes; 4]) -> Lanes {
+        Lanes(std::array::from_fn(|i| x[i / 4].0.iter().skip(i % 4).step_by(4).sum()))
     }
     #[inline(always)]
     unsafe fn transpose(x: &mut [Lanes; MAX_LANES]) {
@@ -159,7 +160,7 @@ unsafe impl Vector for Lanes {
 ///
 /// # Safety
 /// As `Call::run_task`.
-pub(crate) unsafe fn run(t: &Task<'_>) -> Counts {
+pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Lanes, 2>(t) }
 }

@@ -1,13 +1,12 @@
-//! One task: the rows of one kv head's group in one unit of the plan; where its data lies and where its rows go.
+//! One task: a unit of the plan, looked at one kv head at a time; where that head's data lies and where its rows go.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use half::bf16;
 use suanpan_base::{Buf, BufMut, HeadShape, Mask, lse};
 
-use crate::plan::{DIRECT_ROWS, KEY_BLOCK};
-use crate::plan::{Plan, Unit};
+use crate::plan::{DIRECT_TASK_ROWS, KEY_BLOCK, Plan, Unit};
 use crate::problem::KvLayout;
 use crate::run::{Args, Strides};
 use crate::workspace::TILE_ROWS;
@@ -78,12 +77,33 @@ pub(crate) struct Counts {
     pub keys: u64,
 }
 
-/// A task: unit, kv head, and the scratch of the thread that runs it.
+/// The tasks that nobody has taken yet, in order.
+pub(crate) struct Queue {
+    next: AtomicUsize,
+    len: usize,
+}
+
+impl Queue {
+    /// A queue of tasks `0 .. len`.
+    pub fn new(len: usize) -> Queue {
+        Queue { next: AtomicUsize::new(0), len }
+    }
+
+    /// The next task; each is handed out once.
+    pub fn take(&self) -> Option<usize> {
+        let task = self.next.fetch_add(1, Ordering::Relaxed);
+        (task < self.len).then_some(task)
+    }
+}
+
+/// A task: its unit, the kv head looked at, and the scratch of the thread that runs it.
+#[derive(Clone, Copy)]
 pub(crate) struct Task<'a> {
     pub call: &'a Call<'a>,
     pub unit: &'a Unit,
     pub kv_head: usize,
     pub slot: *mut f32,
+    pub queue: &'a Queue,
 }
 
 /// The parts of a thread's slot.
@@ -102,10 +122,9 @@ pub(crate) struct Scratch<'s> {
     pub visible: &'s mut [Range<usize>],
     pub k_off: &'s mut [usize],
     pub v_off: &'s mut [usize],
-    /// Offsets of the first `ahead` keys of the next block.
+    /// Offsets of the keys of the next block.
     pub k_next: &'s mut [usize],
     pub v_next: &'s mut [usize],
-    pub ahead: usize,
 }
 
 impl Scratch<'_> {
@@ -167,36 +186,64 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Runs task `task` in worker `worker`'s slot.
+    /// Runs task `task` in worker `worker`'s slot. Returns the task that it took from the queue as the next one.
     ///
     /// # Safety
     /// `check` accepted the call; no other thread runs this task or uses this worker's slot.
-    pub unsafe fn run_task(&self, task: usize, worker: usize) {
-        let kv_heads = self.heads.num_kv_heads;
-        let unit = &self.plan.units[task / kv_heads];
+    pub unsafe fn run_task(&self, task: usize, worker: usize, queue: &Queue) -> Option<usize> {
+        let unit = &self.plan.units[task];
         // SAFETY: the workspace holds `threads` slots of `slot_len` floats and `worker < threads`.
         let slot = unsafe { self.slots.add(worker * self.slot_len) };
-        let t = Task { call: self, unit, kv_head: task % kv_heads, slot };
+        let t = Task { call: self, unit, kv_head: unit.kv_head, slot, queue };
         // SAFETY: forwarded.
-        let counts = unsafe { super::run_task(&t) };
+        let (counts, next) = unsafe { super::run_task(&t) };
         let (pairs, keys) = &self.counts[unit.seq as usize];
         pairs.fetch_add(counts.pairs, Ordering::Relaxed);
         keys.fetch_add(counts.keys, Ordering::Relaxed);
         if unit.splits > 1 {
-            // SAFETY: forwarded.
-            unsafe { t.arrive() };
+            for head in 0..unit.kv_heads {
+                // SAFETY: forwarded.
+                unsafe { t.of_head(head).arrive() };
+            }
         }
+        next
     }
 }
 
-impl Task<'_> {
+impl<'a> Task<'a> {
+    /// The same task, looking at its kv head `head`.
+    pub fn of_head(&self, head: usize) -> Task<'a> {
+        Task { kv_head: self.unit.kv_head + head, ..*self }
+    }
+
+    /// Another task of the same call, to look at its data.
+    pub fn other(&self, task: usize) -> Task<'a> {
+        let unit = &self.call.plan.units[task];
+        Task { unit, kv_head: unit.kv_head, ..*self }
+    }
+
+    /// Elements from one kv head to the next of K and of V.
+    pub fn head_strides(&self) -> (usize, usize) {
+        (self.call.k_strides.head, self.call.v_strides.head)
+    }
+
+    /// Neighbouring keys whose rows surely lie one after the other, from any multiple of it on.
+    pub fn run_of_rows(&self) -> usize {
+        let (c, h) = (self.call, self.call.heads);
+        if c.k_strides.token != h.head_dim_qk || c.v_strides.token != h.head_dim_v {
+            return 1;
+        }
+        // The largest power of two in the page size: blocks start at multiples of 128 keys.
+        c.page_size.map_or(KEY_BLOCK, |p| (p & p.wrapping_neg()).min(KEY_BLOCK))
+    }
+
     /// The parts of the slot.
     ///
     /// # Safety
     /// One call at a time: the parts are handed out mutably.
     pub unsafe fn scratch(&self) -> Scratch<'_> {
         let (l, slot, heads) = (&self.call.layout, self.slot, self.call.heads);
-        let rows = self.rows().max(DIRECT_ROWS).next_multiple_of(TILE_ROWS);
+        let rows = self.rows().max(DIRECT_TASK_ROWS).next_multiple_of(TILE_ROWS);
         // SAFETY: the slot was laid out by the same plan; zeroed floats are valid ranges and offsets, parts do not overlap.
         unsafe {
             let offsets: *mut usize = slot.add(l.offsets).cast();
@@ -217,7 +264,6 @@ impl Task<'_> {
                 v_off: std::slice::from_raw_parts_mut(offsets.add(KEY_BLOCK), KEY_BLOCK),
                 k_next: std::slice::from_raw_parts_mut(offsets.add(2 * KEY_BLOCK), KEY_BLOCK),
                 v_next: std::slice::from_raw_parts_mut(offsets.add(3 * KEY_BLOCK), KEY_BLOCK),
-                ahead: 0,
             }
         }
     }

@@ -52,8 +52,10 @@ pub(crate) unsafe trait Vector: Copy {
     unsafe fn reduce_max(self) -> f32;
     /// Sum of lanes.
     unsafe fn reduce_add(self) -> f32;
-    /// The sums of the lanes of four vectors, stored to `p[0..4]`.
-    unsafe fn reduce_add4(x: [Self; 4], p: *mut f32);
+    /// Lane `4g + j`: the sum of lanes `4g .. 4g + 4` of `x[j]`.
+    unsafe fn fold4(x: [Self; 4]) -> Self;
+    /// Lane `4i + j`: the sum over `g` of lanes `4g + j` of `x[i]`. Only `x[i]` with `4i < LANES` are looked at.
+    unsafe fn join(x: [Self; 4]) -> Self;
     /// Transposes the `LANES` × `LANES` block in the first `LANES` elements.
     unsafe fn transpose(x: &mut [Self; MAX_LANES]);
     /// Asks for the cache line of `p`, into the second-level cache.

@@ -218,14 +218,10 @@ impl Core {
         let limits =
             batch::Limits { opts: &self.opts, vocab_size: config.vocab_size, num_pages: kv.num_pages() };
         batch::check(batch, &limits)?;
-        let heads = config.heads;
-        let page = |dim| (dim, self.opts.page_size * dim, heads.num_kv_heads * self.opts.page_size * dim);
+        let shape = LayerShape { heads: config.heads, dtype: self.opts.kv_dtype };
         let fits = kv.num_layers() == config.layers.len()
-            && (0..kv.num_layers()).all(|i| {
-                kv.k(i).dtype() == self.opts.kv_dtype
-                    && kv.k_strides(i) == page(heads.head_dim_qk)
-                    && kv.v_strides(i) == page(heads.head_dim_v)
-            });
+            && kv.page_size() == self.opts.page_size
+            && (0..kv.num_layers()).all(|i| kv.layer(i) == shape);
         if !fits {
             let asked = format!("{} layers of pages of {} tokens", kv.num_layers(), kv.page_size());
             return Err(

@@ -150,21 +150,21 @@ impl Driver {
         tokens.chunks(chunk).flat_map(|c| self.step(&[all(seq, c)]).remove(0)).collect()
     }
 
-    /// All of a layer's keys.
+    /// All of a layer's keys, `[num_pages, num_kv_heads, page_size, head_dim_qk]`.
     pub fn keys(&self, layer: usize) -> Vec<f32> {
-        widened(self.kv.k(layer))
+        self.gather(layer, self.kv.k(layer), self.kv.k_strides(layer))
     }
 
-    /// All of a layer's values.
+    /// All of a layer's values, `[num_pages, num_kv_heads, page_size, head_dim_v]`.
     pub fn values(&self, layer: usize) -> Vec<f32> {
-        widened(self.kv.v(layer))
+        self.gather(layer, self.kv.v(layer), self.kv.v_strides(layer))
     }
-}
 
-fn widened(x: Buf<'_>) -> Vec<f32> {
-    match x {
-        Buf::F32(x) => x.to_vec(),
-        Buf::Bf16(x) => x.iter().map(|v| v.to_f32()).collect(),
+    fn gather(&self, layer: usize, all: Buf<'_>, (token, head, page): (usize, usize, usize)) -> Vec<f32> {
+        let heads = self.kv.layer(layer).heads.num_kv_heads;
+        let rows = (0..self.kv.num_pages()).flat_map(|p| (0..heads).map(move |h| p * page + h * head));
+        let slots = rows.flat_map(|start| (0..self.kv.page_size()).map(move |s| start + s * token));
+        slots.flat_map(|start| (start..start + token).map(|i| all.get(i))).collect()
     }
 }
 
