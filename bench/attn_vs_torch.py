@@ -2,7 +2,8 @@
 """Attention alone on the CPU: `suanpan bench attn` beside PyTorch's scaled_dot_product_attention, same shapes, same threads, same run.
 
 usage: bench/attn_vs_torch.py OUT.json        (a Python with torch; first: cargo build --release)
-Writes input for `cargo xtask record`. Environment: SUANPAN_BIN, THREADS (2), LENGTHS (8192), REPEATS (3).
+Writes input for `cargo xtask record`. Environment: SUANPAN_BIN, THREADS (2), LENGTHS (8192), REPEATS (3), ROUNDS (3).
+Shared machines change speed over minutes: each round measures both sides, and the medians over rounds are compared.
 """
 import json
 import os
@@ -19,7 +20,12 @@ BIN = os.environ.get("SUANPAN_BIN", str(ROOT / "target/release/suanpan"))
 THREADS = int(os.environ.get("THREADS", "2"))
 LENGTHS = os.environ.get("LENGTHS", "8192")
 REPEATS = int(os.environ.get("REPEATS", "3"))
+ROUNDS = int(os.environ.get("ROUNDS", "3"))
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def median(values):
+    return sorted(values)[len(values) // 2]
 
 
 def median_seconds(call):
@@ -43,20 +49,30 @@ def torch_ms(row):
         return 1e3 * median_seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa))
 
 
-def main():
-    torch.set_num_threads(THREADS)
+def one_round():
+    """[(our row, peer ms or None)], in our order."""
     command = [BIN, "bench", "attn", "--threads", str(THREADS), "--lengths", LENGTHS, "--repeats", str(REPEATS), "--json"]
     ours = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return [(row, torch_ms(row) if row["phase"] in ("prefill", "decode") else None) for row in ours]
+
+
+def main():
+    torch.set_num_threads(THREADS)
     rows = []
-    for row in ours:
-        out = dict(row, lengths={"seqlen_q": row["seqlen_q"], "seqlen_k": row["seqlen_k"]}, kernel=f"cpu {row['isa']}",
+    for same in zip(*[one_round() for _ in range(ROUNDS)]):
+        row, runs = same[0][0], [r["ms"] for r, _ in same]
+        ms = median(runs)
+        scale = row["ms"] / ms
+        out = dict(row, ms=ms, gflops=row["gflops"] * scale, kv_gbytes_per_s=row["kv_gbytes_per_s"] * scale, runs=runs,
+                   lengths={"seqlen_q": row["seqlen_q"], "seqlen_k": row["seqlen_k"]}, kernel=f"cpu {row['isa']}",
                    heads=f"{row['num_q_heads']} q, {row['num_kv_heads']} kv", page_size=row["page_size"] or "contiguous")
-        if row["phase"] in ("prefill", "decode"):
-            out["peer_ms"] = torch_ms(row)
-            out["ratio"] = out["peer_ms"] / row["ms"]
+        if same[0][1] is not None:
+            out["peer_runs"] = [p for _, p in same]
+            out["peer_ms"] = median(out["peer_runs"])
+            out["ratio"] = out["peer_ms"] / ms
         rows.append(out)
         print(f"{row['phase']:11s} {row['dtype']:5s} d {row['head_dim']:3d} {row['mask']:6s} q {row['seqlen_q']:5d} k {row['seqlen_k']:6d} "
-              f"{row['ms']:9.2f} ms {row['gflops']:7.1f} GFLOP/s {row['kv_gbytes_per_s']:6.2f} GB/s  torch {out.get('peer_ms', float('nan')):9.2f} ms  ratio {out.get('ratio', float('nan')):.2f}")
+              f"{ms:9.2f} ms {out['gflops']:7.1f} GFLOP/s {out['kv_gbytes_per_s']:6.2f} GB/s  torch {out.get('peer_ms', float('nan')):9.2f} ms  ratio {out.get('ratio', float('nan')):.2f}")
     conditions = {
         "device": "CPU", "clocks": "not controlled", "dropout": "none", "backend": "suanpan-attn", "cache_state": "random K and V, read before",
         "threads": THREADS, "peer": "PyTorch scaled_dot_product_attention", "peer_version": torch.__version__,

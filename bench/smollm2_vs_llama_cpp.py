@@ -3,6 +3,7 @@
 
 usage: bench/smollm2_vs_llama_cpp.py OUT.json          (first: bench/peers/llama_cpp.sh build, cargo build --release)
 Environment: SUANPAN_BIN, MODEL, THREADS (2), REPEATS (3). The better of llama.cpp's flash attention on and off counts.
+Shared machines change speed over minutes: ours runs once before and once after the peer, and all runs count.
 """
 import json
 import os
@@ -38,9 +39,11 @@ def median(values):
 
 
 def main():
-    mine, theirs = ours(), peer()
-    rows = []
-    for row in mine["rows"]:
+    before, theirs, after = ours(), peer(), ours()
+    rows, mine = [], after
+    for row, same in zip(before["rows"], after["rows"]):
+        row["runs"] += same["runs"]
+        row["tok_per_s"] = median(row["runs"])
         prefill = row["phase"] == "prefill"
         same = [p for p in theirs if (p["n_prompt"] == row["tokens"] if prefill else (p["n_gen"] and p["n_depth"] == row["depth"]))]
         best = max(same, key=lambda p: median(p["samples_ts"]))

@@ -6,11 +6,11 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use suanpan_attn::bench::{Config, Row};
 use suanpan_cache::KvStorage;
 use suanpan_ledger::AttnBooks;
 use suanpan_model::forward::{ExecOptions, Executor, LogitRows, StepBatch, StepSeq};
 
+use crate::attn_bench::{self, Config, Row};
 use crate::engine_flags::{self, EngineFlags};
 
 #[derive(clap::Args)]
@@ -91,7 +91,7 @@ fn attn(args: &AttnArgs) -> anyhow::Result<()> {
         ..Config::default()
     };
     config.threads = args.threads.unwrap_or(config.threads);
-    let rows = suanpan_attn::bench::run(&config)?;
+    let rows = attn_bench::run(&config)?;
     if args.json {
         let rows: Vec<_> = rows.iter().map(attn_json).collect();
         println!("{}", serde_json::to_string_pretty(&rows)?);

@@ -1,6 +1,7 @@
 //! The `suanpan` command line: a façade over the crates. Every command takes `--json` with documented keys (docs/cli.md).
 
 mod ask;
+mod attn_bench;
 mod cmd_bench;
 mod cmd_demo;
 mod cmd_doctor;

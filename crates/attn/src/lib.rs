@@ -5,7 +5,6 @@
 //! ```
 //! Deliberately no positions, no projections and no cache policy: K and V arrive written, contiguous or paged.
 
-pub mod bench;
 mod check;
 pub mod cpu;
 pub mod plan;

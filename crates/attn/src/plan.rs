@@ -116,6 +116,11 @@ impl Plan {
         Ok(Plan { seqs: Vec::with_capacity(limits.max_seqs), units: Vec::with_capacity(units), ..plan })
     }
 
+    /// What the plan is for.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
     /// Products that later code multiplies without checks.
     fn check_sizes(&self) -> Result<(), BadArgument> {
         let h = self.problem.heads;

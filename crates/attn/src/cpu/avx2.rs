@@ -209,3 +209,13 @@ pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Ymm, 2>(t) }
 }
+
+/// A plain read of memory.
+///
+/// # Safety
+/// On a processor with these features.
+#[target_feature(enable = "avx2,fma")]
+pub(crate) unsafe fn read(data: &[f32]) -> f32 {
+    // SAFETY: forwarded.
+    unsafe { super::stream::read_with::<Ymm>(data) }
+}

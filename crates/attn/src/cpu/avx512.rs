@@ -202,3 +202,13 @@ pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Zmm, 4>(t) }
 }
+
+/// A plain read of memory.
+///
+/// # Safety
+/// On a processor with these features.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
+pub(crate) unsafe fn read(data: &[f32]) -> f32 {
+    // SAFETY: forwarded.
+    unsafe { super::stream::read_with::<Zmm>(data) }
+}

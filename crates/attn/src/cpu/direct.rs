@@ -4,6 +4,7 @@
 //! in that order. A task works block by block and, inside a block, head by head; while it works on one block it asks for the next
 //! one of all its heads, a few rows at a time, in the order in which pages hold them: that keeps memory busy all along.
 
+use super::ahead::{Ahead, columns, fill_offsets, first_block};
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Task};
 use super::vector::{Elem, Vector};
@@ -13,8 +14,8 @@ use crate::plan::KEY_BLOCK;
 const GROUP: usize = 4;
 /// Keys dotted at once, so that their reductions go together.
 const DOT_KEYS: usize = 4;
-/// Bytes of a cache line.
-const LINE_BYTES: usize = 64;
+/// Of eight cache lines of the next block, this many are asked for while dotting, which takes about that part of the time.
+const DOT_LINES: usize = 5;
 
 /// One head of a task: where its data starts and where its rows stand in the slot.
 #[derive(Clone, Copy)]
@@ -43,19 +44,11 @@ pub(crate) unsafe fn run<V: Vector, E: Elem + Default, const N: usize>(
         }
         let (mut counts, mut next_task) = (Counts::default(), None);
         let mut base = first_block(t);
-        fill_offsets(t, base, columns(t, base), w.k_off, w.v_off);
+        fill_offsets(t, base, w.k_off, w.v_off);
         while base < t.unit.key_end {
             let (lo, hi) = columns(t, base);
-            let next = base + KEY_BLOCK;
-            let mut ahead = if next < t.unit.key_end {
-                Ahead::new(t, (k, v), next, &mut w)
-            } else {
-                next_task = t.queue.take();
-                match next_task.map(|task| t.other(task)) {
-                    Some(other) => Ahead::new(&other, (k, v), first_block(&other), &mut w),
-                    None => Ahead::nothing(t, (k, v)),
-                }
-            };
+            let mut ahead;
+            (ahead, next_task) = Ahead::after(t, base, &mut w);
             for head in 0..t.unit.kv_heads {
                 let (k_head, v_head) = t.head_strides();
                 let h = Head { k: k.add(head * k_head), v: v.add(head * v_head), row: head * t.rows() };
@@ -64,7 +57,7 @@ pub(crate) unsafe fn run<V: Vector, E: Elem + Default, const N: usize>(
             }
             std::mem::swap(&mut w.k_off, &mut w.k_next);
             std::mem::swap(&mut w.v_off, &mut w.v_next);
-            base = next;
+            base += KEY_BLOCK;
         }
         for head in 0..t.unit.kv_heads {
             finish::<V, E>(&t.of_head(head), &w, head * t.rows());
@@ -74,45 +67,13 @@ pub(crate) unsafe fn run<V: Vector, E: Elem + Default, const N: usize>(
     }
 }
 
-/// The position of the task's first block.
-#[inline(always)]
-fn first_block(t: &Task<'_>) -> usize {
-    t.unit.key_start / KEY_BLOCK * KEY_BLOCK
-}
-
-/// The task's keys in the block at `base`, as columns.
-#[inline(always)]
-fn columns(t: &Task<'_>, base: usize) -> (usize, usize) {
-    let clip = |key: usize| key.clamp(base, base + KEY_BLOCK) - base;
-    (clip(t.unit.key_start), clip(t.unit.key_end))
-}
-
-/// Offsets of the columns `lo .. hi` of the block at `base`. Columns beside them stand for the nearest key, so that keys are dotted
-/// four at a time without ends; nobody looks at those scores.
-#[inline(always)]
-fn fill_offsets(
-    t: &Task<'_>,
-    base: usize,
-    (lo, hi): (usize, usize),
-    k_off: &mut [usize],
-    v_off: &mut [usize],
-) {
-    if lo == hi {
-        return;
-    }
-    t.fill_offsets(base + lo..base + hi, &mut k_off[lo..hi], &mut v_off[lo..hi]);
-    let (first, last) = (k_off[lo], k_off[hi - 1]);
-    k_off[..lo].fill(first);
-    k_off[hi..].fill(last);
-}
-
 /// All rows of one head over the block at `base`. Returns the (row, key) pairs.
 #[inline(always)]
 unsafe fn head_over_block<V: Vector, E: Elem + Default, const N: usize>(
     t: &Task<'_>,
     w: &Scratch<'_>,
     h: Head<E>,
-    ahead: &mut Ahead<E>,
+    ahead: &mut Ahead,
     base: usize,
 ) -> u64 {
     let (mut row, mut pairs) = (0, 0);
@@ -134,105 +95,6 @@ unsafe fn head_over_block<V: Vector, E: Elem + Default, const N: usize>(
         row += n;
     }
     pairs
-}
-
-/// The walk over the block that comes next, of this task or of the next one, in the order in which pages hold it: a run of keys of one
-/// head, its values, the next head, the next run.
-struct Ahead<E> {
-    /// Where each head's keys and values start.
-    starts: (*const E, *const E),
-    strides: (usize, usize),
-    widths: (usize, usize),
-    heads: usize,
-    /// Keys whose rows lie one after the other.
-    run: usize,
-    /// The run that comes next, as columns `key .. end`: its first key, head, keys or values.
-    key: usize,
-    end: usize,
-    head: usize,
-    values: bool,
-    /// The run at hand: where it goes on, and its bytes left.
-    at: *const u8,
-    left: usize,
-}
-
-impl<E: Elem> Ahead<E> {
-    /// The walk over the block at `base` of task `t`; fills in the offsets of its keys.
-    #[inline(always)]
-    fn new(t: &Task<'_>, starts: (*const E, *const E), base: usize, w: &mut Scratch<'_>) -> Ahead<E> {
-        let (key, end) = columns(t, base);
-        fill_offsets(t, base, (key, end), w.k_next, w.v_next);
-        Ahead { key, end, heads: t.unit.kv_heads, run: t.run_of_rows(), ..Ahead::nothing(t, starts) }
-    }
-
-    /// A walk that is over.
-    #[inline(always)]
-    fn nothing(t: &Task<'_>, starts: (*const E, *const E)) -> Ahead<E> {
-        let widths = (t.call.heads.head_dim_qk, t.call.heads.head_dim_v);
-        let strides = t.head_strides();
-        let at = starts.0.cast();
-        Ahead {
-            starts,
-            strides,
-            widths,
-            heads: 0,
-            run: 1,
-            key: 0,
-            end: 0,
-            head: 0,
-            values: false,
-            at,
-            left: 0,
-        }
-    }
-
-    /// Lines to ask for with each `DOT_KEYS` keys, once while dotting and once while adding values: so all of the next block.
-    #[inline(always)]
-    fn lines(&self) -> usize {
-        (DOT_KEYS * (self.widths.0 + self.widths.1) * size_of::<E>()).div_ceil(2 * LINE_BYTES)
-    }
-
-    /// Asks for the next few cache lines.
-    #[inline(always)]
-    unsafe fn ask<V: Vector>(&mut self, w: &Scratch<'_>, lines: usize) {
-        let mut lines = lines;
-        while lines > 0 {
-            if self.left == 0 && !self.turn(w) {
-                return;
-            }
-            let n = lines.min(self.left);
-            for _ in 0..n {
-                // SAFETY: a prefetch never faults.
-                unsafe { V::prefetch(self.at) };
-                self.at = self.at.wrapping_add(LINE_BYTES);
-            }
-            self.left -= n;
-            lines -= n;
-        }
-    }
-
-    /// Goes to the next run; false at the end of the block.
-    #[inline(always)]
-    fn turn(&mut self, w: &Scratch<'_>) -> bool {
-        if self.key >= self.end {
-            return false;
-        }
-        let keys = (self.run - self.key % self.run).min(self.end - self.key);
-        let (start, offset, width) = if self.values {
-            (self.starts.1, w.v_next[self.key] + self.head * self.strides.1, self.widths.1)
-        } else {
-            (self.starts.0, w.k_next[self.key] + self.head * self.strides.0, self.widths.0)
-        };
-        self.at = start.wrapping_add(offset).cast();
-        self.left = (keys * width * size_of::<E>()).div_ceil(LINE_BYTES);
-        self.head += usize::from(self.values);
-        self.values = !self.values;
-        if self.head == self.heads {
-            self.head = 0;
-            self.key += keys;
-        }
-        true
-    }
 }
 
 /// Where element `i` of a row stands in the order of `load_pair`.
@@ -280,7 +142,7 @@ unsafe fn rows_over_block<V: Vector, E: Elem + Default, const R: usize, const N:
     t: &Task<'_>,
     w: &Scratch<'_>,
     h: Head<E>,
-    ahead: &mut Ahead<E>,
+    ahead: &mut Ahead,
     (lo, hi): (usize, usize),
 ) {
     if lo >= hi {
@@ -313,7 +175,7 @@ unsafe fn dot_block<V: Vector, E: Elem + Default, const R: usize, const TAIL: bo
     t: &Task<'_>,
     w: &Scratch<'_>,
     h: Head<E>,
-    ahead: &mut Ahead<E>,
+    ahead: &mut Ahead,
     cols: Columns,
 ) {
     let d = t.call.heads.head_dim_qk;
@@ -321,7 +183,6 @@ unsafe fn dot_block<V: Vector, E: Elem + Default, const R: usize, const TAIL: bo
     // SAFETY: checked offsets, also beside the task's keys; within the slot's parts.
     unsafe {
         let q = w.q.add(h.row * w.q_stride);
-        let lines = ahead.lines();
         let mut col = cols.from;
         while col < cols.to {
             let mut sums = [[V::splat(0.0); 4]; R];
@@ -331,8 +192,7 @@ unsafe fn dot_block<V: Vector, E: Elem + Default, const R: usize, const TAIL: bo
                     break;
                 }
                 let rows = std::array::from_fn(|i| h.k.add(*w.k_off.get_unchecked(first + i)));
-                ahead.ask::<V>(w, lines);
-                let acc = dot::<V, E, R, TAIL>(q, w.q_stride, rows, d);
+                let acc = dot::<V, E, R, TAIL>(w, ahead, q, rows, d);
                 for r in 0..R {
                     sums[r][g] = V::fold4(acc[r]);
                 }
@@ -348,22 +208,27 @@ unsafe fn dot_block<V: Vector, E: Elem + Default, const R: usize, const TAIL: bo
 /// Lane-wise partial dot products of R query rows with `DOT_KEYS` key rows; without `TAIL` rows are whole pairs of vectors.
 #[inline(always)]
 unsafe fn dot<V: Vector, E: Elem + Default, const R: usize, const TAIL: bool>(
+    w: &Scratch<'_>,
+    ahead: &mut Ahead,
     q: *const f32,
-    q_stride: usize,
     k: [*const E; DOT_KEYS],
     d: usize,
 ) -> [[V; DOT_KEYS]; R] {
     let pair = 2 * V::LANES;
+    // A pair of vectors of four keys, and as much of their values.
+    let lines = (pair * DOT_KEYS * 2 * size_of::<E>() / 64 * DOT_LINES).div_ceil(8);
     // SAFETY: q rows are padded to whole pairs, k rows hold d elements.
     unsafe {
         let mut acc = [[V::splat(0.0); DOT_KEYS]; R];
         let mut x = 0;
         while x + pair <= d {
-            dot_pair::<V, E, R, false>(&mut acc, q.add(x), q_stride, k, x, pair);
+            ahead.ask::<V>(w, lines);
+            dot_pair::<V, E, R, false>(&mut acc, q.add(x), w.q_stride, k, x, pair);
             x += pair;
         }
         if TAIL {
-            dot_pair::<V, E, R, true>(&mut acc, q.add(x), q_stride, k, x, d - x);
+            ahead.ask::<V>(w, lines);
+            dot_pair::<V, E, R, true>(&mut acc, q.add(x), w.q_stride, k, x, d - x);
         }
         acc
     }
@@ -403,7 +268,7 @@ unsafe fn add_values<V: Vector, E: Elem + Default, const R: usize, const N: usiz
     t: &Task<'_>,
     w: &Scratch<'_>,
     h: Head<E>,
-    ahead: &mut Ahead<E>,
+    ahead: &mut Ahead,
     (lo, hi): (usize, usize),
 ) {
     let (d, pair) = (t.call.heads.head_dim_v, 2 * V::LANES);
@@ -430,7 +295,7 @@ unsafe fn add_values<V: Vector, E: Elem + Default, const R: usize, const N: usiz
 unsafe fn value_columns<V: Vector, E: Elem + Default, const R: usize, const P: usize, const PARTIAL: bool>(
     w: &Scratch<'_>,
     h: Head<E>,
-    ahead: &mut Ahead<E>,
+    ahead: &mut Ahead,
     (lo, hi): (usize, usize),
     x: usize,
     width: usize,
@@ -440,7 +305,8 @@ unsafe fn value_columns<V: Vector, E: Elem + Default, const R: usize, const P: u
     unsafe {
         let o = w.o.add(h.row * w.o_stride + x);
         let s = w.s;
-        let lines = ahead.lines();
+        // Of two keys' columns, and as much of their keys.
+        let lines = (P * pair * 2 * 2 * size_of::<E>() / 64 * (8 - DOT_LINES)).div_ceil(8);
         let mut acc = [[(V::splat(0.0), V::splat(0.0)); P]; R];
         for r in 0..R {
             let a = V::splat(*w.alpha.add(h.row + r));
@@ -451,7 +317,7 @@ unsafe fn value_columns<V: Vector, E: Elem + Default, const R: usize, const P: u
         }
         for key in lo..hi {
             let p = h.v.add(*w.v_off.get_unchecked(key) + x);
-            if x == 0 && key % DOT_KEYS == 0 {
+            if key % 2 == 0 {
                 ahead.ask::<V>(w, lines);
             }
             let mut b = [(V::splat(0.0), V::splat(0.0)); P];

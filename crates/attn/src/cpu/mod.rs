@@ -2,6 +2,7 @@
 //!
 //! Deliberately no tuning by processor name: only instruction sets and shapes decide.
 
+mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -14,6 +15,7 @@ mod pack;
 mod packed;
 mod portable;
 mod softmax;
+pub mod stream;
 pub(crate) mod task;
 mod vector;
 
@@ -52,7 +54,7 @@ unsafe fn run_with<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Option<u
         match (t.call.plan.kernel_for(len), t.call.k, t.call.v) {
             (Kernel::Direct, Src::F32(k), Src::F32(v)) => direct::run::<V, f32, N>(t, k, v),
             (Kernel::Direct, Src::Bf16(k), Src::Bf16(v)) => direct::run::<V, bf16, N>(t, k, v),
-            _ => (packed::run::<V, N>(t), t.queue.take()),
+            _ => packed::run::<V, N>(t),
         }
     }
 }

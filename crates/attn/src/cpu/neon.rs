@@ -174,3 +174,13 @@ pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Quad, 4>(t) }
 }
+
+/// A plain read of memory.
+///
+/// # Safety
+/// On a processor with these features.
+#[target_feature(enable = "neon")]
+pub(crate) unsafe fn read(data: &[f32]) -> f32 {
+    // SAFETY: forwarded.
+    unsafe { super::stream::read_with::<Quad>(data) }
+}

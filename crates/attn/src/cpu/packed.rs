@@ -8,6 +8,7 @@
 //! ```
 //! Blocks stand on absolute multiples of 128 keys and lanes on absolute columns, so that a row's sums do not depend on its tile.
 
+use super::ahead::{Ahead, columns, fill_offsets, first_block};
 use super::pack::{pack_k, pack_v};
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Src, Task};
@@ -28,24 +29,29 @@ struct Span {
 /// # Safety
 /// As `Call::run_task`, inside an instance of `V`.
 #[inline(always)]
-pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> Counts {
+pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded; every pointer below stays inside its part of the slot.
     unsafe {
         let mut w = t.scratch();
         start::<V>(t, &mut w);
-        let mut counts = Counts::default();
-        let (first, end) = (t.unit.key_start, t.unit.key_end);
-        let mut base = first / KEY_BLOCK * KEY_BLOCK;
-        while base < end {
-            let cols = (first.max(base) - base, end.min(base + KEY_BLOCK) - base);
-            let finite = load_block::<V, N>(t, &mut w, base, cols);
+        let (mut counts, mut next_task) = (Counts::default(), None);
+        let mut base = first_block(t);
+        fill_offsets(t, base, w.k_off, w.v_off);
+        while base < t.unit.key_end {
+            let cols = columns(t, base);
+            let finite = load_block::<V, N>(t, &w, cols);
+            let mut ahead;
+            (ahead, next_task) = Ahead::after(t, base, &mut w);
             counts.keys += (cols.1 - cols.0) as u64;
-            scores::<V, N>(t, &w, base);
-            counts.pairs += outputs::<V, N>(t, &w, base, finite);
+            scores::<V, N>(t, &w, &mut ahead, base);
+            counts.pairs += outputs::<V, N>(t, &w, &mut ahead, base, finite);
+            std::mem::swap(&mut w.k_off, &mut w.k_next);
+            std::mem::swap(&mut w.v_off, &mut w.v_next);
             base += KEY_BLOCK;
         }
         finish::<V>(t, &w);
-        counts
+        // A task without keys has no last block.
+        (counts, if t.unit.key_start < t.unit.key_end { next_task } else { t.queue.take() })
     }
 }
 
@@ -76,16 +82,9 @@ unsafe fn start<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>) {
     }
 }
 
-/// Packs the keys `base + cols` and their values. Returns true when every value is finite.
+/// Packs the keys of columns `cols` and their values. Returns true when every value is finite.
 #[inline(always)]
-unsafe fn load_block<V: Vector, const N: usize>(
-    t: &Task<'_>,
-    w: &mut Scratch<'_>,
-    base: usize,
-    cols: (usize, usize),
-) -> bool {
-    let keys = base + cols.0..base + cols.1;
-    t.fill_offsets(keys, &mut w.k_off[cols.0..], &mut w.v_off[cols.0..]);
+unsafe fn load_block<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, cols: (usize, usize)) -> bool {
     // SAFETY: checked offsets; the slot's parts hold a block.
     unsafe {
         match t.call.k {
@@ -124,8 +123,9 @@ fn span(w: &Scratch<'_>, rows: usize, tile: usize, base: usize) -> Option<Span> 
 
 /// s = q·Kᵀ for every tile and panel with a visible pair. Panels outside, so that one stays close while tiles stream.
 #[inline(always)]
-unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, base: usize) {
+unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, ahead: &mut Ahead, base: usize) {
     let (rows, d, panel) = (t.rows(), t.call.heads.head_dim_qk, N * V::LANES);
+    let lines = ahead.lines(2 * (KEY_BLOCK / panel) * rows.div_ceil(TILE_ROWS));
     let mut left = 0;
     while left < KEY_BLOCK {
         for tile in 0..rows.div_ceil(TILE_ROWS) {
@@ -133,6 +133,7 @@ unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, base:
             if span.from >= left + panel || span.to <= left {
                 continue;
             }
+            ahead.ask::<V>(w, lines);
             // SAFETY: within the slot's parts.
             unsafe {
                 let q = w.q.add(tile * TILE_ROWS * d);
@@ -193,16 +194,19 @@ unsafe fn score_tile<V: Vector, const M: usize>(
 unsafe fn outputs<V: Vector, const N: usize>(
     t: &Task<'_>,
     w: &Scratch<'_>,
+    ahead: &mut Ahead,
     base: usize,
     finite: bool,
 ) -> u64 {
     let (rows, panel) = (t.rows(), N * V::LANES);
     let columns = t.call.heads.head_dim_v.next_multiple_of(V::LANES);
+    let lines = ahead.lines(2 * columns.div_ceil(panel) * rows.div_ceil(TILE_ROWS));
     let (mut left, mut pairs) = (0, 0);
     while left < columns {
         let width = (columns - left).min(panel);
         for tile in 0..rows.div_ceil(TILE_ROWS) {
             let Some(span) = span(w, rows, tile, base) else { continue };
+            ahead.ask::<V>(w, lines);
             // SAFETY: within the slot's parts.
             unsafe {
                 if left == 0 {

@@ -164,3 +164,12 @@ pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Lanes, 2>(t) }
 }
+
+/// A plain read of memory.
+///
+/// # Safety
+/// On a processor with these features.
+pub(crate) unsafe fn read(data: &[f32]) -> f32 {
+    // SAFETY: forwarded.
+    unsafe { super::stream::read_with::<Lanes>(data) }
+}

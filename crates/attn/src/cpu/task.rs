@@ -34,6 +34,16 @@ impl Src {
     }
 }
 
+impl Src {
+    /// The start as bytes, and the bytes of an element.
+    pub fn start(self) -> (*const u8, usize) {
+        match self {
+            Src::F32(p) => (p.cast(), size_of::<f32>()),
+            Src::Bf16(p) => (p.cast(), size_of::<bf16>()),
+        }
+    }
+}
+
 /// A checked call: raw starts, strides and counters shared by all tasks.
 pub(crate) struct Call<'a> {
     pub plan: &'a Plan,
@@ -326,9 +336,10 @@ impl<'a> Task<'a> {
             let id = table[page] as usize;
             let k_base = id * c.k_strides.page + slot * c.k_strides.token + k_head;
             let v_base = id * c.v_strides.page + slot * c.v_strides.token + v_head;
-            for j in 0..run {
-                k_off[i + j] = k_base + j * c.k_strides.token;
-                v_off[i + j] = v_base + j * c.v_strides.token;
+            let rows = k_off[i..i + run].iter_mut().zip(&mut v_off[i..i + run]);
+            for (j, (k, v)) in rows.enumerate() {
+                *k = k_base + j * c.k_strides.token;
+                *v = v_base + j * c.v_strides.token;
             }
             i += run;
             (page, slot) = (page + 1, 0);

@@ -6,12 +6,11 @@ use std::time::Instant;
 
 use half::bf16;
 use rayon::prelude::*;
+use suanpan_attn::cpu::stream;
+use suanpan_attn::{Args, KvLayout, Limits, Machine, Plan, Problem, Strides, Workspace, reference};
 use suanpan_base::{BadArgument, Buf, BufMut, DType, HeadShape, Mask, SeqLen};
+use suanpan_cache::{KvStorage, LayerShape};
 use suanpan_ledger::AttnBooks;
-
-use crate::{
-    Args, KvLayout, Limits, Machine, Plan, Problem, Strides, Workspace, reference, run as run_attention,
-};
 
 /// What to time.
 #[derive(Clone, Debug)]
@@ -24,9 +23,9 @@ pub struct Config {
     pub lengths: Vec<usize>,
     /// Head widths of the prefill rows.
     pub head_dims: Vec<usize>,
-    /// Keys of the decode row.
+    /// Keys of the decode rows.
     pub decode_keys: usize,
-    /// Bytes of the streaming read beside it.
+    /// Bytes of the streaming read beside them; more than the caches hold.
     pub stream_bytes: usize,
 }
 
@@ -139,7 +138,7 @@ pub fn run(config: &Config) -> Result<Vec<Row>, BadArgument> {
         for page_size in [None, Some(16), Some(64)] {
             rows.push(time("decode", config, &machine, heads, DType::Bf16, true, len, page_size)?);
         }
-        rows.push(stream(config, &machine));
+        rows.push(stream(config, &machine)?);
         Ok(rows)
     })
 }
@@ -185,16 +184,81 @@ impl Flat {
     }
 }
 
-/// One problem with its buffers: `[heads, tokens, d]` as PyTorch lays it out, or pages in shuffled order.
+/// Keys and values: `[heads, tokens, d]` as PyTorch lays them out, or the cache's own pages in shuffled order.
+enum Memory {
+    Contiguous(Flat, Flat, Strides),
+    Paged(KvStorage, Vec<u32>),
+}
+
+impl Memory {
+    fn new(problem: &Problem, len: SeqLen) -> Result<Memory, BadArgument> {
+        let (heads, dtype) = (problem.heads, problem.kv_dtype);
+        let d = heads.head_dim_qk;
+        let row = heads.num_kv_heads * d;
+        let (k, v) = (numbers(len.seqlen_k * row, 2), numbers(len.seqlen_k * row, 3));
+        let KvLayout::Paged { page_size } = problem.kv else {
+            let strides = Strides { token: d, head: len.seqlen_k * d, page: 0 };
+            return Ok(Memory::Contiguous(Flat::new(k, dtype), Flat::new(v, dtype), strides));
+        };
+        let pages = len.seqlen_k.div_ceil(page_size);
+        let mut storage = KvStorage::new(&[LayerShape { heads, dtype }], pages, page_size)?;
+        let step = (pages / 3) | 1;
+        let mut table: Vec<u32> = (0..pages as u32).collect();
+        // A fixed shuffle: neighbours in the sequence are not neighbours in memory.
+        (0..pages).for_each(|i| table.swap(i, i * step % pages));
+        let widen = |x: &[bf16]| x.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
+        for (page, (k, v)) in k.chunks(page_size * row).zip(v.chunks(page_size * row)).enumerate() {
+            let first = u64::from(table[page]) * page_size as u64;
+            let slots: Vec<u64> = (first..first + (k.len() / row) as u64).collect();
+            storage.write(0, &slots, &widen(k), &widen(v));
+        }
+        Ok(Memory::Paged(storage, table))
+    }
+
+    fn k(&self) -> (Buf<'_>, Strides) {
+        match self {
+            Memory::Contiguous(k, _, strides) => (k.buf(), *strides),
+            Memory::Paged(storage, _) => (storage.k(0), paged(storage.k_strides(0))),
+        }
+    }
+
+    fn v(&self) -> (Buf<'_>, Strides) {
+        match self {
+            Memory::Contiguous(_, v, strides) => (v.buf(), *strides),
+            Memory::Paged(storage, _) => (storage.v(0), paged(storage.v_strides(0))),
+        }
+    }
+
+    fn table(&self) -> &[u32] {
+        match self {
+            Memory::Contiguous(..) => &[],
+            Memory::Paged(_, table) => table,
+        }
+    }
+
+    /// Where key `j` of head `head` starts.
+    fn row(&self, strides: Strides, head: usize, j: usize) -> usize {
+        match self {
+            Memory::Contiguous(..) => head * strides.head + j * strides.token,
+            Memory::Paged(storage, table) => {
+                let (page, slot) = (j / storage.page_size(), j % storage.page_size());
+                table[page] as usize * strides.page + head * strides.head + slot * strides.token
+            }
+        }
+    }
+}
+
+fn paged((token, head, page): (usize, usize, usize)) -> Strides {
+    Strides { token, head, page }
+}
+
+/// One problem with its buffers.
 struct Subject {
     plan: Plan,
     len: SeqLen,
     q: Flat,
-    k: Flat,
-    v: Flat,
+    memory: Memory,
     out: Flat,
-    strides: Strides,
-    table: Vec<u32>,
 }
 
 impl Subject {
@@ -202,79 +266,53 @@ impl Subject {
         let limits = Limits { max_seqs: 1, max_total_q: len.seqlen_q, max_seqlen_k: len.seqlen_k };
         let mut plan = Plan::new(problem, machine, limits)?;
         plan.schedule(&[len])?;
-        let h = problem.heads;
-        let d = h.head_dim_qk;
-        let (tokens, strides, table) = match problem.kv {
-            KvLayout::Contiguous => {
-                (len.seqlen_k, Strides { token: d, head: len.seqlen_k * d, page: 0 }, Vec::new())
-            }
-            KvLayout::Paged { page_size } => {
-                let pages = len.seqlen_k.div_ceil(page_size);
-                let step = (pages / 3) | 1;
-                let mut table: Vec<u32> = (0..pages as u32).collect();
-                // A fixed shuffle: neighbours in the sequence are not neighbours in memory.
-                (0..pages).for_each(|i| table.swap(i, i * step % pages));
-                let strides = Strides { token: d, head: page_size * d, page: h.num_kv_heads * page_size * d };
-                (pages * page_size, strides, table)
-            }
-        };
-        let kv = tokens * h.num_kv_heads * d;
-        let n = len.seqlen_q * h.num_q_heads * d;
+        let n = len.seqlen_q * problem.heads.num_q_heads * problem.heads.head_dim_qk;
         Ok(Subject {
             plan,
             len,
             q: Flat::new(numbers(n, 1), problem.q_dtype),
-            k: Flat::new(numbers(kv, 2), problem.kv_dtype),
-            v: Flat::new(numbers(kv, 3), problem.kv_dtype),
+            memory: Memory::new(problem, len)?,
             out: Flat::new(vec![bf16::NAN; n], problem.q_dtype),
-            strides,
-            table,
         })
     }
 
     /// (token, head) strides of q and out.
     fn q_strides(&self) -> (usize, usize) {
-        let d = self.plan.problem.heads.head_dim_qk;
+        let d = self.plan.problem().heads.head_dim_qk;
         (d, self.len.seqlen_q * d)
     }
 
     fn call(&mut self, ws: &mut Workspace, books: &mut AttnBooks) -> Result<(), BadArgument> {
         let q_strides = self.q_strides();
+        let ((k, k_strides), (v, v_strides)) = (self.memory.k(), self.memory.v());
         let args = Args {
             q: self.q.buf(),
             q_strides,
-            k: self.k.buf(),
-            k_strides: self.strides,
-            v: self.v.buf(),
-            v_strides: self.strides,
-            page_table: &self.table,
-            page_table_stride: self.table.len(),
+            k,
+            k_strides,
+            v,
+            v_strides,
+            page_table: self.memory.table(),
+            page_table_stride: self.memory.table().len(),
             out: self.out.buf_mut(),
             out_strides: q_strides,
             lse: None,
         };
-        run_attention(&self.plan, args, ws, std::slice::from_mut(books))
+        suanpan_attn::run(&self.plan, args, ws, std::slice::from_mut(books))
     }
 
     /// Largest error over a few rows of a few heads.
     fn error(&self) -> f64 {
-        let p = &self.plan.problem;
+        let p = self.plan.problem();
         let (h, d) = (p.heads, p.heads.head_dim_qk);
         let one = HeadShape::new(1, 1, d);
         let mut worst = 0.0f64;
         for head in [0, h.num_q_heads - 1] {
-            let rows = |buf: Buf<'_>| -> Vec<f64> {
-                let at = |j: usize| match p.kv {
-                    KvLayout::Contiguous => j * self.strides.token,
-                    KvLayout::Paged { page_size } => {
-                        self.table[j / page_size] as usize * self.strides.page
-                            + j % page_size * self.strides.token
-                    }
-                };
-                let base = head / h.group_size() * self.strides.head;
-                (0..self.len.seqlen_k * d).map(|x| f64::from(buf.get(base + at(x / d) + x % d))).collect()
+            let rows = |(buf, strides): (Buf<'_>, Strides)| -> Vec<f64> {
+                let start = |j| self.memory.row(strides, head / h.group_size(), j);
+                (0..self.len.seqlen_k * d).map(|x| f64::from(buf.get(start(x / d) + x % d))).collect()
             };
-            let (k, v) = (rows(self.k.buf()), rows(self.v.buf()));
+            let (k, v) = (rows(self.memory.k()), rows(self.memory.v()));
             for i in [0, self.len.seqlen_q / 2, self.len.seqlen_q - 1] {
                 let at = i * self.q_strides().0 + head * self.q_strides().1;
                 let mut q = vec![0.0; self.len.seqlen_q * d];
@@ -330,34 +368,39 @@ fn time(
     Ok(Row { phase, isa, threads, heads, dtype, causal, len, page_size, seconds: median(seconds), predicted, error })
 }
 
-/// A plain read of one large buffer by all threads: the bandwidth that decode is held against.
-fn stream(config: &Config, machine: &Machine) -> Row {
-    let words = config.stream_bytes / 8;
-    let data: Vec<u64> = (0..words as u64).collect();
-    let part = words.div_ceil(config.threads).max(1);
+/// A plain read of cache pages by all threads: the bandwidth that decode is held against.
+fn stream(config: &Config, machine: &Machine) -> Result<Row, BadArgument> {
+    let (page_size, dtype) = (16, DType::F32);
+    let layer = LayerShape { heads: HeadShape::new(8, 8, 128), dtype };
+    let page_bytes = layer.bytes(page_size) as usize;
+    let mut storage = KvStorage::new(&[layer], config.stream_bytes.div_ceil(page_bytes), page_size)?;
+    let rows = vec![1.0; page_size * 8 * 128];
+    for page in 0..storage.num_pages() as u64 {
+        let slots: Vec<u64> = (0..page_size as u64).map(|slot| page * page_size as u64 + slot).collect();
+        storage.write(0, &slots, &rows, &rows);
+    }
+    let Buf::F32(data) = storage.k(0) else { unreachable!("f32 pages") };
+    let part = data.len().div_ceil(config.threads).max(1);
     let mut seconds = Vec::new();
     for _ in 0..config.repeats.max(1) {
         let start = Instant::now();
-        let sum: u64 = data
-            .par_chunks(part)
-            .map(|x| x.iter().fold(0u64, |a, &b| a.wrapping_add(b)))
-            .reduce(|| 0, u64::wrapping_add);
+        let sum: f32 = data.par_chunks(part).map(|x| stream::read(machine, x)).sum();
         black_box(sum);
         seconds.push(start.elapsed().as_secs_f64());
     }
-    Row {
+    Ok(Row {
         phase: "stream read",
         isa: machine.isa().name(),
         threads: config.threads,
         heads: HeadShape::new(1, 1, 1),
-        dtype: DType::F32,
+        dtype,
         causal: false,
         len: SeqLen::new(0, 0),
         page_size: None,
         seconds: median(seconds),
-        predicted: AttnBooks { kv_read_bytes: (words * 8) as u64, ..AttnBooks::default() },
+        predicted: AttnBooks { kv_read_bytes: size_of_val(data) as u64, ..AttnBooks::default() },
         error: 0.0,
-    }
+    })
 }
 
 #[cfg(test)]
@@ -366,14 +409,8 @@ mod tests {
 
     #[test]
     fn a_small_bench_checks_and_prints_every_row() {
-        let config = Config {
-            threads: 2,
-            repeats: 1,
-            lengths: vec![100],
-            head_dims: vec![64],
-            decode_keys: 700,
-            stream_bytes: 1 << 20,
-        };
+        let config =
+            Config { threads: 2, repeats: 1, lengths: vec![100], head_dims: vec![64], decode_keys: 700 };
         let rows = run(&config).unwrap();
         assert_eq!(rows.len(), 2 * 2 + 3 + 1);
         assert!(rows.iter().all(|r| r.seconds > 0.0 && r.gbytes() > 0.0));

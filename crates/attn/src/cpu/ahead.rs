@@ -1,0 +1,147 @@
+//! What a task reads next: the offsets of a block's keys, and a walk that asks for the coming block while this one is worked on.
+//!
+//! Memory answers after a hundred nanoseconds and more, and the processor guesses only inside a 4 KiB page: without the walk, loads
+//! and arithmetic take turns. The last block of a task asks for the first block of the task that its thread runs next.
+
+use super::task::{Scratch, Task};
+use super::vector::Vector;
+use crate::plan::KEY_BLOCK;
+
+/// Bytes of a cache line.
+const LINE_BYTES: usize = 64;
+
+/// The position of the task's first block.
+#[inline(always)]
+pub(crate) fn first_block(t: &Task<'_>) -> usize {
+    t.unit.key_start / KEY_BLOCK * KEY_BLOCK
+}
+
+/// The task's keys in the block at `base`, as columns.
+#[inline(always)]
+pub(crate) fn columns(t: &Task<'_>, base: usize) -> (usize, usize) {
+    let clip = |key: usize| key.clamp(base, base + KEY_BLOCK) - base;
+    (clip(t.unit.key_start), clip(t.unit.key_end))
+}
+
+/// Offsets of the task's keys in the block at `base`. Columns beside them stand for the nearest key, so that keys are dotted
+/// four at a time without ends; nobody looks at those scores.
+#[inline(always)]
+pub(crate) fn fill_offsets(t: &Task<'_>, base: usize, k_off: &mut [usize], v_off: &mut [usize]) {
+    let (lo, hi) = columns(t, base);
+    if lo == hi {
+        return;
+    }
+    t.fill_offsets(base + lo..base + hi, &mut k_off[lo..hi], &mut v_off[lo..hi]);
+    let (first, last) = (k_off[lo], k_off[hi - 1]);
+    k_off[..lo].fill(first);
+    k_off[hi..].fill(last);
+}
+
+/// Keys or values of the walk: where the first head's element 0 is; bytes of an element, of a row, and from head to head.
+#[derive(Clone, Copy)]
+struct Side {
+    start: *const u8,
+    element: usize,
+    row: usize,
+    head: usize,
+}
+
+/// The walk, in the order in which pages hold a block: a run of keys of one head, its values, the next head, the next run.
+pub(crate) struct Ahead {
+    k: Side,
+    v: Side,
+    heads: usize,
+    /// Keys whose rows lie one after the other.
+    run: usize,
+    /// The run that comes next, as columns `key .. end`: its first key, head, keys or values.
+    key: usize,
+    end: usize,
+    head: usize,
+    values: bool,
+    /// The run at hand: where it goes on, and its lines left.
+    at: *const u8,
+    left: usize,
+}
+
+impl Ahead {
+    /// The walk over what comes after the block at `base` of task `t`: its next block or, behind the last one, the first block of the
+    /// task that it takes from the queue, which it returns. Fills in `k_next` and `v_next`.
+    #[inline(always)]
+    pub fn after(t: &Task<'_>, base: usize, w: &mut Scratch<'_>) -> (Ahead, Option<usize>) {
+        let next = base + KEY_BLOCK;
+        if next < t.unit.key_end {
+            return (Ahead::new(t, next, w), None);
+        }
+        let task = t.queue.take();
+        match task.map(|task| t.other(task)) {
+            Some(other) => (Ahead::new(&other, first_block(&other), w), task),
+            None => (Ahead { end: 0, ..Ahead::new(t, base, w) }, task),
+        }
+    }
+
+    #[inline(always)]
+    fn new(t: &Task<'_>, base: usize, w: &mut Scratch<'_>) -> Ahead {
+        fill_offsets(t, base, w.k_next, w.v_next);
+        let (key, end) = columns(t, base);
+        let (heads, strides) = (t.call.heads, t.head_strides());
+        let side = |(start, element): (*const u8, usize), width: usize, head: usize| Side {
+            start,
+            element,
+            row: width * element,
+            head: head * element,
+        };
+        let k = side(t.call.k.start(), heads.head_dim_qk, strides.0);
+        let v = side(t.call.v.start(), heads.head_dim_v, strides.1);
+        let (heads, run) = (t.unit.kv_heads, t.run_of_rows());
+        Ahead { k, v, heads, run, key, end, head: 0, values: false, at: k.start, left: 0 }
+    }
+
+    /// Lines to ask for at each of `steps` steps, to have asked for all of a whole block at their end.
+    #[inline(always)]
+    pub fn lines(&self, steps: usize) -> usize {
+        (self.heads * KEY_BLOCK * (self.k.row + self.v.row)).div_ceil(LINE_BYTES * steps.max(1))
+    }
+
+    /// Asks for the next few cache lines.
+    #[inline(always)]
+    pub fn ask<V: Vector>(&mut self, w: &Scratch<'_>, lines: usize) {
+        if self.left < lines {
+            return self.ask_across_runs::<V>(w, lines);
+        }
+        for line in 0..lines {
+            // SAFETY: a prefetch never faults.
+            unsafe { V::prefetch(self.at.wrapping_add(line * LINE_BYTES)) };
+        }
+        self.at = self.at.wrapping_add(lines * LINE_BYTES);
+        self.left -= lines;
+    }
+
+    #[inline(never)]
+    fn ask_across_runs<V: Vector>(&mut self, w: &Scratch<'_>, mut lines: usize) {
+        while lines > 0 && (self.left > 0 || self.turn(w)) {
+            // SAFETY: a prefetch never faults.
+            unsafe { V::prefetch(self.at) };
+            self.at = self.at.wrapping_add(LINE_BYTES);
+            self.left -= 1;
+            lines -= 1;
+        }
+    }
+
+    /// Goes to the next run; false at the end of the block.
+    fn turn(&mut self, w: &Scratch<'_>) -> bool {
+        if self.key >= self.end {
+            return false;
+        }
+        let keys = (self.run - self.key % self.run).min(self.end - self.key);
+        let (side, offsets) = if self.values { (self.v, &w.v_next) } else { (self.k, &w.k_next) };
+        self.at = side.start.wrapping_add(offsets[self.key] * side.element + self.head * side.head);
+        self.left = (keys * side.row).div_ceil(LINE_BYTES);
+        self.head += usize::from(self.values);
+        self.values = !self.values;
+        if self.head == self.heads {
+            self.head = 0;
+            self.key += keys;
+        }
+        true
+    }
+}
