@@ -7,7 +7,8 @@ use std::time::Instant;
 use half::bf16;
 use rayon::prelude::*;
 use suanpan_attn::cpu::stream;
-use suanpan_attn::{Args, KvLayout, Limits, Machine, Plan, Problem, Strides, Workspace, reference};
+use suanpan_attn::reference::{self, Spec};
+use suanpan_attn::{Args, HeadScores, KvLayout, Limits, Machine, Plan, Problem, Scores, Strides, Workspace};
 use suanpan_base::{BadArgument, Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_cache::{KvStorage, LayerShape};
 use suanpan_ledger::AttnBooks;
@@ -286,6 +287,7 @@ impl Subject {
         let q_strides = self.q_strides();
         let ((k, k_strides), (v, v_strides)) = (self.memory.k(), self.memory.v());
         let args = Args {
+            head_scores: HeadScores::default(),
             q: self.q.buf(),
             q_strides,
             k,
@@ -318,8 +320,8 @@ impl Subject {
                 let mut q = vec![0.0; self.len.seqlen_q * d];
                 (0..d).for_each(|x| q[i * d + x] = f64::from(self.q.buf().get(at + x)));
                 let mut o = vec![0.0; d];
-                let scale = f64::from(p.scale());
-                reference::attention_row_f64(one, p.mask, scale, self.len, i, 0, &q, &k, &v, &mut o);
+                let spec = Spec::new(one, p.mask, f64::from(p.scale()));
+                reference::attention_row_f64(&spec, self.len, i, 0, &q, &k, &v, &mut o);
                 for x in 0..d {
                     let error = (f64::from(self.out.buf().get(at + x)) - o[x]).abs();
                     // A NaN must not pass for a small error.
@@ -344,6 +346,7 @@ fn time(
     let problem = Problem {
         heads,
         mask: if causal { Mask::CAUSAL } else { Mask::FULL },
+        scores: Scores::default(),
         softmax_scale: None,
         q_dtype: dtype,
         kv_dtype: dtype,
@@ -409,8 +412,14 @@ mod tests {
 
     #[test]
     fn a_small_bench_checks_and_prints_every_row() {
-        let config =
-            Config { threads: 2, repeats: 1, lengths: vec![100], head_dims: vec![64], decode_keys: 700 };
+        let config = Config {
+            threads: 2,
+            repeats: 1,
+            lengths: vec![100],
+            head_dims: vec![64],
+            decode_keys: 700,
+            stream_bytes: 1 << 20,
+        };
         let rows = run(&config).unwrap();
         assert_eq!(rows.len(), 2 * 2 + 3 + 1);
         assert!(rows.iter().all(|r| r.seconds > 0.0 && r.gbytes() > 0.0));

@@ -55,6 +55,7 @@ pub(crate) fn check(
             return Err(refuse("lse length", lse.len(), format!("num_q_heads x total_q = {want}")));
         }
     }
+    check_head_scores(plan, args)?;
     match p.kv {
         KvLayout::Contiguous => check_contiguous(plan, args),
         KvLayout::Paged { page_size } => check_paged(plan, args, page_size),
@@ -63,6 +64,29 @@ pub(crate) fn check(
 
 fn check_dtype(field: &str, got: DType, want: DType) -> Result<(), BadArgument> {
     if got == want { Ok(()) } else { Err(refuse(field, got, format!("{want}, as planned"))) }
+}
+
+fn check_head_scores(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgument> {
+    let (scores, heads) = (plan.problem.scores, plan.problem.heads.num_q_heads);
+    let given = args.head_scores;
+    let slope_ok = |x: f32| x.is_finite();
+    let sink_ok = |x: f32| !x.is_nan() && x != f32::INFINITY;
+    type Numbers<'a> = (&'a str, bool, Option<&'a [f32]>, fn(f32) -> bool, &'a str);
+    let all: [Numbers<'_>; 2] = [
+        ("alibi_slopes", scores.alibi, given.alibi_slopes, slope_ok, "finite slopes"),
+        ("sinks", scores.sink, given.sinks, sink_ok, "logits below infinity"),
+    ];
+    for (field, wanted, numbers, good, supported) in all {
+        let want = if wanted { heads } else { 0 };
+        let have = numbers.map_or(0, <[f32]>::len);
+        if have != want || numbers.is_some() != wanted {
+            return Err(refuse(format!("{field} length"), have, format!("{want}, as planned")));
+        }
+        if let Some((head, x)) = numbers.unwrap_or(&[]).iter().enumerate().find(|(_, x)| !good(**x)) {
+            return Err(refuse(format!("{field}[{head}]"), x, supported));
+        }
+    }
+    Ok(())
 }
 
 /// One past the last element of a strided block; `None` past `usize`.

@@ -15,6 +15,6 @@ pub mod workspace;
 
 pub use cpu::detect::{Isa, Machine};
 pub use plan::{Kernel, Limits, Plan};
-pub use problem::{KvLayout, Problem};
-pub use run::{Args, Strides, run};
+pub use problem::{KvLayout, Problem, Scores};
+pub use run::{Args, HeadScores, Strides, run};
 pub use workspace::Workspace;

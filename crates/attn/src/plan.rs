@@ -347,7 +347,7 @@ impl fmt::Display for Plan {
         let h = p.heads;
         writeln!(
             f,
-            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}, {}; {}",
+            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}{}, {}; {}",
             h.num_q_heads,
             h.num_kv_heads,
             h.head_dim_qk,
@@ -355,6 +355,7 @@ impl fmt::Display for Plan {
             p.q_dtype,
             p.kv_dtype,
             p.mask,
+            p.scores,
             p.kv,
             self.machine
         )?;
@@ -380,13 +381,13 @@ impl fmt::Display for Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::KvLayout;
+    use crate::problem::{KvLayout, Scores};
     use suanpan_base::{DType, HeadShape, Mask};
 
     fn plan(heads: HeadShape, mask: Mask) -> Plan {
         let (q_dtype, kv_dtype) = (DType::F32, DType::Bf16);
-        let problem =
-            Problem { heads, mask, softmax_scale: None, q_dtype, kv_dtype, kv: KvLayout::Contiguous };
+        let (scores, softmax_scale, kv) = (Scores::default(), None, KvLayout::Contiguous);
+        let problem = Problem { heads, mask, scores, softmax_scale, q_dtype, kv_dtype, kv };
         let limits = Limits { max_seqs: 4, max_total_q: 4096, max_seqlen_k: 1 << 20 };
         Plan::new(&problem, &Machine::detect(2), limits).unwrap()
     }

@@ -29,6 +29,34 @@ impl std::fmt::Display for KvLayout {
     }
 }
 
+/// What happens to scores beyond scale and mask, in this order: softcap, ALiBi, (mask), sink. The numbers of each head come with the call.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Scores {
+    /// `cap · tanh(score / cap)` (Gemma 2); positive and finite.
+    pub softcap: Option<f32>,
+    /// Minus a head's slope times the distance between the row's own position and the key's (ALiBi, arXiv 2108.12409).
+    pub alibi: bool,
+    /// A logit a head that joins the denominator and has no value (the learned sink of gpt-oss, arXiv 2309.17453).
+    pub sink: bool,
+}
+
+impl Scores {
+    /// True when some score is changed before the softmax.
+    pub(crate) fn change_scores(&self) -> bool {
+        self.softcap.is_some() || self.alibi
+    }
+}
+
+impl std::fmt::Display for Scores {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if let Some(cap) = self.softcap {
+            write!(f, ", softcap {cap}")?;
+        }
+        f.write_str(if self.alibi { ", ALiBi" } else { "" })?;
+        f.write_str(if self.sink { ", sink" } else { "" })
+    }
+}
+
 /// One kind of attention call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Problem {
@@ -36,6 +64,8 @@ pub struct Problem {
     pub heads: HeadShape,
     /// Which keys a row sees.
     pub mask: Mask,
+    /// What happens to scores beyond scale and mask.
+    pub scores: Scores,
     /// Factor of q·k; `None` = 1/sqrt(head_dim_qk).
     pub softmax_scale: Option<f32>,
     /// Element type of queries and of the output.
@@ -68,6 +98,11 @@ impl Problem {
         {
             return Err(BadArgument::new(OP, "softmax_scale", s, "a finite number"));
         }
+        if let Some(cap) = self.scores.softcap
+            && !(cap > 0.0 && cap.is_finite())
+        {
+            return Err(BadArgument::new(OP, "softcap", cap, "a positive finite number"));
+        }
         if let KvLayout::Paged { page_size } = self.kv
             && !(1..=1 << 20).contains(&page_size)
         {
@@ -86,6 +121,7 @@ mod tests {
         let ok = Problem {
             heads: HeadShape::new(4, 2, 64),
             mask: Mask::CAUSAL,
+            scores: Scores::default(),
             softmax_scale: None,
             q_dtype: DType::F32,
             kv_dtype: DType::Bf16,
@@ -97,5 +133,9 @@ mod tests {
         assert_eq!(field(Problem { heads: HeadShape::new(4, 3, 64), ..ok }), "num_kv_heads");
         assert_eq!(field(Problem { softmax_scale: Some(f32::NAN), ..ok }), "softmax_scale");
         assert_eq!(field(Problem { kv: KvLayout::Paged { page_size: 0 }, ..ok }), "page_size");
+        for cap in [0.0, -30.0, f32::NAN, f32::INFINITY] {
+            let scores = Scores { softcap: Some(cap), ..Scores::default() };
+            assert_eq!(field(Problem { scores, ..ok }), "softcap");
+        }
     }
 }

@@ -11,25 +11,50 @@ pub struct Reference {
     pub lse: Vec<f64>,
 }
 
+/// What is asked, in f64: `scale · q·k -> softcap -> + ALiBi -> mask`, and the sink joins the denominator.
+#[derive(Clone, Copy, Debug)]
+pub struct Spec<'a> {
+    /// Head counts and widths.
+    pub heads: HeadShape,
+    /// Which keys a row sees.
+    pub mask: Mask,
+    /// Factor of q·k.
+    pub scale: f64,
+    /// `cap · tanh(score / cap)`.
+    pub softcap: Option<f64>,
+    /// `[num_q_heads]`: a key at distance x from the row's own position loses `slope · x`.
+    pub alibi_slopes: Option<&'a [f64]>,
+    /// `[num_q_heads]`: a logit without a value.
+    pub sinks: Option<&'a [f64]>,
+}
+
+impl Spec<'_> {
+    /// Scale and mask alone.
+    pub fn new(heads: HeadShape, mask: Mask, scale: f64) -> Spec<'static> {
+        Spec { heads, mask, scale, softcap: None, alibi_slopes: None, sinks: None }
+    }
+
+    /// The score of a dot product of row `i`, head `h`, with key `j`.
+    pub fn score(&self, len: SeqLen, i: usize, h: usize, j: usize, dot: f64) -> f64 {
+        let scaled = self.scale * dot;
+        let capped = self.softcap.map_or(scaled, |cap| cap * (scaled / cap).tanh());
+        let distance = (self.mask.centre(len, i) - j as i64).abs() as f64;
+        capped - self.alibi_slopes.map_or(0.0, |slopes| slopes[h] * distance)
+    }
+}
+
 /// Attention of one sequence in f64.
 ///
 /// `q` is `[seqlen_q, num_q_heads, head_dim_qk]`, `k` `[seqlen_k, num_kv_heads, head_dim_qk]`,
 /// `v` `[seqlen_k, num_kv_heads, head_dim_v]`. Panics when a slice is shorter than its shape.
-pub fn attention_f64(
-    heads: HeadShape,
-    mask: Mask,
-    scale: f64,
-    len: SeqLen,
-    q: &[f64],
-    k: &[f64],
-    v: &[f64],
-) -> Reference {
+pub fn attention_f64(spec: &Spec<'_>, len: SeqLen, q: &[f64], k: &[f64], v: &[f64]) -> Reference {
+    let heads = spec.heads;
     let mut out = vec![0.0; len.seqlen_q * heads.num_q_heads * heads.head_dim_v];
     let mut lse = vec![f64::NEG_INFINITY; heads.num_q_heads * len.seqlen_q];
     for i in 0..len.seqlen_q {
         for h in 0..heads.num_q_heads {
             let o = &mut out[(i * heads.num_q_heads + h) * heads.head_dim_v..][..heads.head_dim_v];
-            lse[h * len.seqlen_q + i] = attention_row_f64(heads, mask, scale, len, i, h, q, k, v, o);
+            lse[h * len.seqlen_q + i] = attention_row_f64(spec, len, i, h, q, k, v, o);
         }
     }
     Reference { out, lse }
@@ -38,25 +63,26 @@ pub fn attention_f64(
 /// One row of [`attention_f64`]: query token `i`, query head `h`. Writes `o` (head_dim_v) and returns the lse.
 #[rustfmt::skip]
 pub fn attention_row_f64(
-    heads: HeadShape, mask: Mask, scale: f64, len: SeqLen, i: usize, h: usize,
-    q: &[f64], k: &[f64], v: &[f64], o: &mut [f64],
+    spec: &Spec<'_>, len: SeqLen, i: usize, h: usize, q: &[f64], k: &[f64], v: &[f64], o: &mut [f64],
 ) -> f64 {
+    let heads = spec.heads;
     let (dqk, dv, kv_head) = (heads.head_dim_qk, heads.head_dim_v, h / heads.group_size());
     let q_row = &q[(i * heads.num_q_heads + h) * dqk..][..dqk];
-    let keys = mask.visible(len, i);
+    let keys = spec.mask.visible(len, i);
     let first = keys.start;
     let scores: Vec<f64> = keys
         .map(|j| {
             let k_row = &k[(j * heads.num_kv_heads + kv_head) * dqk..][..dqk];
-            scale * q_row.iter().zip(k_row).map(|(a, b)| a * b).sum::<f64>()
+            spec.score(len, i, h, j, q_row.iter().zip(k_row).map(|(a, b)| a * b).sum())
         })
         .collect();
     o.fill(0.0);
+    let sink = spec.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[h]);
+    let max = scores.iter().copied().fold(sink, f64::max);
     if scores.is_empty() {
-        return f64::NEG_INFINITY;
+        return sink;
     }
-    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+    let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum::<f64>() + if sink == f64::NEG_INFINITY { 0.0 } else { (sink - max).exp() };
     for (j, s) in scores.iter().enumerate() {
         let p = (s - max).exp() / sum;
         let v_row = &v[((first + j) * heads.num_kv_heads + kv_head) * dv..][..dv];
@@ -73,30 +99,27 @@ mod tests {
 
     #[test]
     fn two_keys_by_hand() {
-        let heads = HeadShape::new(1, 1, 1);
-        let r = attention_f64(
-            heads,
-            Mask::FULL,
-            1.0,
-            SeqLen::new(1, 2),
-            &[1.0],
-            &[0.0, 3.0f64.ln()],
-            &[4.0, 8.0],
-        );
+        let spec = Spec::new(HeadShape::new(1, 1, 1), Mask::FULL, 1.0);
+        let r = attention_f64(&spec, SeqLen::new(1, 2), &[1.0], &[0.0, 3.0f64.ln()], &[4.0, 8.0]);
         assert!((r.out[0] - 7.0).abs() < 1e-12 && (r.lse[0] - 4.0f64.ln()).abs() < 1e-12);
     }
 
     #[test]
+    fn softcap_alibi_and_sink_by_hand() {
+        let plain = Spec::new(HeadShape::new(1, 1, 1), Mask::FULL, 1.0);
+        let spec = Spec { softcap: Some(2.0), alibi_slopes: Some(&[0.5]), sinks: Some(&[0.25]), ..plain };
+        // The one row stands on key 1; key 0 is one step away.
+        let r = attention_f64(&spec, SeqLen::new(1, 2), &[1.0], &[3.0, -1.0], &[4.0, 8.0]);
+        let (a, b) = (2.0 * 1.5f64.tanh() - 0.5, 2.0 * (-0.5f64).tanh());
+        let sum = a.exp() + b.exp() + 0.25f64.exp();
+        assert!((r.out[0] - (4.0 * a.exp() + 8.0 * b.exp()) / sum).abs() < 1e-12);
+        assert!((r.lse[0] - sum.ln()).abs() < 1e-12);
+    }
+
+    #[test]
     fn a_row_without_keys_is_zero_with_lse_minus_infinity() {
-        let r = attention_f64(
-            HeadShape::new(1, 1, 1),
-            Mask::CAUSAL,
-            1.0,
-            SeqLen::new(2, 1),
-            &[1.0, 1.0],
-            &[0.0],
-            &[5.0],
-        );
+        let spec = Spec::new(HeadShape::new(1, 1, 1), Mask::CAUSAL, 1.0);
+        let r = attention_f64(&spec, SeqLen::new(2, 1), &[1.0, 1.0], &[0.0], &[5.0]);
         assert_eq!((r.out[0], r.lse[0], r.out[1]), (0.0, f64::NEG_INFINITY, 5.0));
     }
 }

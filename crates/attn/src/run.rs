@@ -21,6 +21,15 @@ pub struct Strides {
     pub page: usize,
 }
 
+/// The numbers of each head that the problem's `Scores` ask for; what they do not ask for must be absent.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HeadScores<'a> {
+    /// `[num_q_heads]`, finite: ALiBi slopes.
+    pub alibi_slopes: Option<&'a [f32]>,
+    /// `[num_q_heads]`: sink logits, natural; -inf is no sink.
+    pub sinks: Option<&'a [f32]>,
+}
+
 /// The buffers of one call. Queries of all sequences are packed in schedule order; so are contiguous keys and values.
 #[derive(Debug)]
 pub struct Args<'a> {
@@ -40,6 +49,8 @@ pub struct Args<'a> {
     pub page_table: &'a [u32],
     /// Ids from one row of `page_table` to the next, and the most a row holds.
     pub page_table_stride: usize,
+    /// ALiBi slopes and sinks.
+    pub head_scores: HeadScores<'a>,
     /// Output `[total_q, num_q_heads, head_dim_v]` under `out_strides`, of q's element type.
     pub out: BufMut<'a>,
     /// (token, head) strides of `out`, in elements; rows must not overlap.

@@ -3,7 +3,9 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use suanpan_attn::{Args, KvLayout, Limits, Machine, Plan, Problem, Strides, Workspace, run};
+use suanpan_attn::{
+    Args, HeadScores, KvLayout, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
+};
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
 
@@ -32,6 +34,7 @@ fn scheduling_and_running_allocate_nothing() {
     let problem = Problem {
         heads: HeadShape::new(4, 2, 64),
         mask: Mask::CAUSAL,
+        scores: Scores::default(),
         softmax_scale: None,
         q_dtype: DType::F32,
         kv_dtype: DType::F32,
@@ -57,6 +60,7 @@ fn scheduling_and_running_allocate_nothing() {
                 plan.schedule(lens).unwrap();
                 let strides = Strides { token: 128, head: 64, page: 0 };
                 let args = Args {
+                    head_scores: HeadScores::default(),
                     q: Buf::F32(&q),
                     q_strides: (256, 64),
                     k: Buf::F32(&kv),

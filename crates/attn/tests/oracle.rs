@@ -1,7 +1,10 @@
 //! Every kernel against the oracle: lengths × heads × masks × element types × layouts × widths × instruction sets.
 
 mod common;
+use std::num::NonZeroUsize;
+
 use common::*;
+use suanpan_attn::Scores;
 use suanpan_base::{DType, HeadShape, Mask};
 
 const LENGTHS: &[(usize, usize)] = &[
@@ -36,7 +39,20 @@ const LENGTHS: &[(usize, usize)] = &[
     (33, 3000),
 ];
 const MASKS: [Mask; 4] =
-    [Mask::FULL, Mask::CAUSAL, Mask::window(57), Mask { left: Some(130), right: Some(5) }];
+    [Mask::FULL, Mask::CAUSAL, Mask::window(57), Mask { left: Some(130), right: Some(5), ..Mask::FULL }];
+/// Masks that stand elsewhere: on the first key, and in chunks.
+const MORE_MASKS: [Mask; 4] = [
+    Mask { top_left: true, ..Mask::CAUSAL },
+    Mask { top_left: true, left: Some(40), right: Some(9), ..Mask::FULL },
+    Mask::chunked(NonZeroUsize::new(100).unwrap()),
+    Mask { chunk: NonZeroUsize::new(7), left: Some(4), ..Mask::FULL },
+];
+const SCORES: [Scores; 4] = [
+    Scores { softcap: Some(2.0), alibi: false, sink: false },
+    Scores { softcap: None, alibi: true, sink: false },
+    Scores { softcap: None, alibi: false, sink: true },
+    Scores { softcap: Some(30.0), alibi: true, sink: true },
+];
 const TYPES: [(DType, DType); 4] = [
     (DType::F32, DType::F32),
     (DType::F32, DType::Bf16),
@@ -96,6 +112,39 @@ fn keys_and_values_of_different_widths_up_to_the_widest() {
             let c = Case::new(heads, Mask::CAUSAL, &lengths).dtypes(DType::F32, DType::Bf16).paged(16);
             let data = Data::random(&c);
             judge(&c, &data, &run_case(&c, &data, &machine(1), f32::NAN));
+        }
+    }
+}
+
+#[test]
+fn top_left_and_chunked_masks_agree_with_the_oracle() {
+    for (n, &(q, k)) in LENGTHS.iter().enumerate() {
+        for mask in MORE_MASKS {
+            let (q_dtype, kv_dtype) = TYPES[n % 4];
+            let mut c =
+                Case::new(HeadShape::new(4, 2, 64), mask, &[(q, k), (5, 300)]).dtypes(q_dtype, kv_dtype);
+            c.page_size = PAGES[n % 4];
+            let data = Data::random(&c);
+            judge(&c, &data, &run_case(&c, &data, &machine(2), f32::NAN));
+        }
+    }
+}
+
+#[test]
+fn softcap_alibi_and_sinks_agree_with_the_oracle_on_every_instruction_set() {
+    for machine in machines() {
+        for (i, scores) in SCORES.into_iter().enumerate() {
+            for (j, mask) in MASKS.into_iter().chain(MORE_MASKS).enumerate() {
+                // Both kernels; split and whole; a row that sees nothing; scores large enough for the cap to bend.
+                let lengths = [(37, 150), (1, 131), (2, 3000), (9, 2), (260, 300)];
+                let (q_dtype, kv_dtype) = TYPES[(i + j) % 4];
+                let heads = HeadShape::new(6, 2, [64, 40, 128][j % 3]);
+                let mut c =
+                    Case::new(heads, mask, &lengths).dtypes(q_dtype, kv_dtype).scores(scores).scale(1.0);
+                c.page_size = PAGES[(i * 3 + j) % 4];
+                let data = Data::random(&c);
+                judge(&c, &data, &run_case(&c, &data, &machine, f32::NAN));
+            }
         }
     }
 }

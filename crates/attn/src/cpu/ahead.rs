@@ -10,10 +10,10 @@ use crate::plan::KEY_BLOCK;
 /// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 
-/// The position of the task's first block.
+/// The position of the task's first block; of a task without keys, its end.
 #[inline(always)]
 pub(crate) fn first_block(t: &Task<'_>) -> usize {
-    t.unit.key_start / KEY_BLOCK * KEY_BLOCK
+    if t.unit.key_start < t.unit.key_end { t.unit.key_start / KEY_BLOCK * KEY_BLOCK } else { t.unit.key_end }
 }
 
 /// The task's keys in the block at `base`, as columns.

@@ -89,6 +89,19 @@ unsafe impl Vector for Ymm {
         unsafe { Ymm(_mm256_mul_ps(self.0, b.0)) }
     }
     #[inline(always)]
+    unsafe fn div(self, b: Ymm) -> Ymm {
+        // SAFETY: as Vector.
+        unsafe { Ymm(_mm256_div_ps(self.0, b.0)) }
+    }
+    #[inline(always)]
+    unsafe fn if_less(self, b: Ymm, x: Ymm, y: Ymm) -> Ymm {
+        // SAFETY: as Vector.
+        unsafe {
+            let less = _mm256_cmp_ps::<_CMP_LT_OQ>(self.0, b.0);
+            Ymm(_mm256_blendv_ps(y.0, x.0, less))
+        }
+    }
+    #[inline(always)]
     unsafe fn max(self, b: Ymm) -> Ymm {
         // SAFETY: as Vector.
         unsafe { Ymm(_mm256_max_ps(self.0, b.0)) }

@@ -82,6 +82,19 @@ unsafe impl Vector for Zmm {
         unsafe { Zmm(_mm512_mul_ps(self.0, b.0)) }
     }
     #[inline(always)]
+    unsafe fn div(self, b: Zmm) -> Zmm {
+        // SAFETY: as Vector.
+        unsafe { Zmm(_mm512_div_ps(self.0, b.0)) }
+    }
+    #[inline(always)]
+    unsafe fn if_less(self, b: Zmm, x: Zmm, y: Zmm) -> Zmm {
+        // SAFETY: as Vector.
+        unsafe {
+            let less = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(self.0, b.0);
+            Zmm(_mm512_mask_blend_ps(less, y.0, x.0))
+        }
+    }
+    #[inline(always)]
     unsafe fn max(self, b: Zmm) -> Zmm {
         // SAFETY: as Vector.
         unsafe { Zmm(_mm512_max_ps(self.0, b.0)) }

@@ -5,6 +5,7 @@
 //! one of all its heads, a few rows at a time, in the order in which pages hold them: that keeps memory busy all along.
 
 use super::ahead::{Ahead, columns, fill_offsets, first_block};
+use super::scores::change_row;
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Task};
 use super::vector::{Elem, Vector};
@@ -86,10 +87,10 @@ unsafe fn head_over_block<V: Vector, E: Elem + Default, const N: usize>(
         // SAFETY: forwarded.
         unsafe {
             match n {
-                1 => rows_over_block::<V, E, 1, N>(t, w, at, ahead, cols),
-                2 => rows_over_block::<V, E, 2, N>(t, w, at, ahead, cols),
-                3 => rows_over_block::<V, E, 3, N>(t, w, at, ahead, cols),
-                _ => rows_over_block::<V, E, GROUP, N>(t, w, at, ahead, cols),
+                1 => rows_over_block::<V, E, 1, N>(t, w, at, ahead, base, cols),
+                2 => rows_over_block::<V, E, 2, N>(t, w, at, ahead, base, cols),
+                3 => rows_over_block::<V, E, 3, N>(t, w, at, ahead, base, cols),
+                _ => rows_over_block::<V, E, GROUP, N>(t, w, at, ahead, base, cols),
             }
         }
         row += n;
@@ -143,6 +144,7 @@ unsafe fn rows_over_block<V: Vector, E: Elem + Default, const R: usize, const N:
     w: &Scratch<'_>,
     h: Head<E>,
     ahead: &mut Ahead,
+    base: usize,
     (lo, hi): (usize, usize),
 ) {
     if lo >= hi {
@@ -159,6 +161,10 @@ unsafe fn rows_over_block<V: Vector, E: Elem + Default, const R: usize, const N:
         for r in 0..R {
             let row = h.row + r;
             let (s, sum, max) = (w.s.add(r * KEY_BLOCK), w.sum.add(row * V::LANES), &mut *w.max.add(row));
+            if t.call.plan.problem.scores.change_scores() {
+                let task = t.of_head(row / t.rows());
+                change_row::<V>(&task, row % t.rows(), base, s, cols);
+            }
             *w.alpha.add(row) = if hi - lo == KEY_BLOCK {
                 softmax_row::<V, false>(s, cols, max, sum)
             } else {

@@ -14,6 +14,7 @@ mod neon;
 mod pack;
 mod packed;
 mod portable;
+mod scores;
 mod softmax;
 pub mod stream;
 pub(crate) mod task;

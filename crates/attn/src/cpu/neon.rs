@@ -78,6 +78,16 @@ unsafe impl Vector for Quad {
         unsafe { Quad(vmulq_f32(self.0, b.0)) }
     }
     #[inline(always)]
+    unsafe fn div(self, b: Quad) -> Quad {
+        // SAFETY: as Vector.
+        unsafe { Quad(vdivq_f32(self.0, b.0)) }
+    }
+    #[inline(always)]
+    unsafe fn if_less(self, b: Quad, x: Quad, y: Quad) -> Quad {
+        // SAFETY: as Vector.
+        unsafe { Quad(vbslq_f32(vcltq_f32(self.0, b.0), x.0, y.0)) }
+    }
+    #[inline(always)]
     unsafe fn max(self, b: Quad) -> Quad {
         // SAFETY: as Vector. A compare and a select, because FMAX would turn (NaN, number) into NaN on both sides.
         unsafe { Quad(vbslq_f32(vcgtq_f32(self.0, b.0), self.0, b.0)) }

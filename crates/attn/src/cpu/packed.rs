@@ -10,6 +10,7 @@
 
 use super::ahead::{Ahead, columns, fill_offsets, first_block};
 use super::pack::{pack_k, pack_v};
+use super::scores::change_row;
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Src, Task};
 use super::vector::{Elem, Vector};
@@ -210,7 +211,7 @@ unsafe fn outputs<V: Vector, const N: usize>(
             // SAFETY: within the slot's parts.
             unsafe {
                 if left == 0 {
-                    pairs += weights::<V>(w, rows, base, tile, span);
+                    pairs += weights::<V>(t, w, base, tile, span);
                 }
                 let v = w.v.add(left * KEY_BLOCK);
                 if !finite && !span.all_visible {
@@ -235,8 +236,9 @@ unsafe fn outputs<V: Vector, const N: usize>(
 
 /// The softmax of a tile's rows over the block. Returns the (row, key) pairs that real rows saw.
 #[inline(always)]
-unsafe fn weights<V: Vector>(w: &Scratch<'_>, rows: usize, base: usize, tile: usize, span: Span) -> u64 {
+unsafe fn weights<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, base: usize, tile: usize, span: Span) -> u64 {
     let (from, to) = (span.from / V::LANES * V::LANES, span.to.next_multiple_of(V::LANES));
+    let (rows, change) = (t.rows(), t.call.plan.problem.scores.change_scores());
     let mut pairs = 0;
     for row in tile * TILE_ROWS..(tile + 1) * TILE_ROWS {
         let seen = w.visible_columns(row, base);
@@ -244,6 +246,9 @@ unsafe fn weights<V: Vector>(w: &Scratch<'_>, rows: usize, base: usize, tile: us
         unsafe {
             let (s, sum, max) = (w.s.add(row * KEY_BLOCK), w.sum.add(row * V::LANES), &mut *w.max.add(row));
             let cols = Columns { from, to, lo: seen.start, hi: seen.end };
+            if change && row < rows {
+                change_row::<V>(t, row, base, s, cols);
+            }
             *w.alpha.add(row) = if span.all_visible {
                 softmax_row::<V, false>(s, cols, max, sum)
             } else {

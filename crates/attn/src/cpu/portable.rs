@@ -84,6 +84,14 @@ unsafe impl Vector for Lanes {
         self.zip(b, |x, y| x * y)
     }
     #[inline(always)]
+    unsafe fn div(self, b: Lanes) -> Lanes {
+        self.zip(b, |x, y| x / y)
+    }
+    #[inline(always)]
+    unsafe fn if_less(self, b: Lanes, x: Lanes, y: Lanes) -> Lanes {
+        Lanes(std::array::from_fn(|i| if self.0[i] < b.0[i] { x.0[i] } else { y.0[i] }))
+    }
+    #[inline(always)]
     unsafe fn max(self, b: Lanes) -> Lanes {
         self.zip(b, |x, y| if x > y { x } else { y })
     }

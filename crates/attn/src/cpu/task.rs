@@ -51,6 +51,11 @@ pub(crate) struct Call<'a> {
     pub mask: Mask,
     /// softmax_scale · log2(e), applied to finished dot products (which so stay exact where the data allows): powers of two.
     pub scale_log2: f32,
+    /// Softcap in powers of two.
+    pub softcap_log2: Option<f32>,
+    /// ALiBi slopes and sinks a query head, natural.
+    pub alibi_slopes: Option<&'a [f32]>,
+    sinks: Option<&'a [f32]>,
     /// From those powers of two back to natural scores, without the rounding of `scale_log2`.
     log2_to_natural: f64,
     pub q: Src,
@@ -165,8 +170,17 @@ impl<'a> Call<'a> {
             heads,
             mask: plan.problem.mask,
             scale_log2,
-            // A scale of 0 (or one that rounds to it) leaves every score 0.
-            log2_to_natural: if scale_log2 == 0.0 { 0.0 } else { scale / f64::from(scale_log2) },
+            softcap_log2: plan.problem.scores.softcap.map(|cap| cap * std::f32::consts::LOG2_E),
+            alibi_slopes: args.head_scores.alibi_slopes,
+            sinks: args.head_scores.sinks,
+            log2_to_natural: if plan.problem.scores.change_scores() {
+                std::f64::consts::LN_2
+            } else if scale_log2 == 0.0 {
+                // A scale of 0 (or one that rounds to it) leaves every score 0.
+                0.0
+            } else {
+                scale / f64::from(scale_log2)
+            },
             q: Src::of(args.q),
             q_strides: args.q_strides,
             k: Src::of(args.k),
@@ -297,6 +311,13 @@ impl<'a> Task<'a> {
         (q_start + self.unit.token + row / group, self.kv_head * group + row % group)
     }
 
+    /// The key position that row `row` stands on, and its query head.
+    pub fn centre_and_head(&self, row: usize) -> (i64, usize) {
+        let group = self.call.heads.group_size();
+        let len = self.call.plan.seqs[self.unit.seq as usize].len;
+        (self.call.mask.centre(len, self.unit.token + row / group), self.kv_head * group + row % group)
+    }
+
     /// Copies row `row` of the queries to `dst` (head_dim_qk floats, `step` apart).
     ///
     /// # Safety
@@ -383,17 +404,27 @@ impl<'a> Task<'a> {
         self.unit.partial + self.kv_head * per_tile + split * rows + row
     }
 
-    /// Writes a final row to out and lse.
+    /// Writes a final row to out and lse; the head's sink joins here, once.
     unsafe fn write(&self, row: usize, o: &[f32], lse: f32) {
         let (token, head) = self.token_and_head(row);
         let at = token * self.call.out_strides.0 + head * self.call.out_strides.1;
+        let (lse, weight) = self.call.sinks.map_or((lse, 1.0), |sinks| {
+            let (lse, weight, _) = lse::merge_weights(lse, sinks[head]);
+            (lse, weight)
+        });
+        // A weight of 0 lets no byte of a row through that the sink outweighs.
+        let weighted = |x: f32| if weight == 0.0 { 0.0 } else { x * weight };
         // SAFETY: `check` bounded every (token, head) row of out and lse, and no two rows overlap.
         unsafe {
             match self.call.out {
-                Dst::F32(p) => std::ptr::copy_nonoverlapping(o.as_ptr(), p.add(at), o.len()),
+                Dst::F32(p) => {
+                    for (i, &x) in o.iter().enumerate() {
+                        *p.add(at + i) = weighted(x);
+                    }
+                }
                 Dst::Bf16(p) => {
                     for (i, &x) in o.iter().enumerate() {
-                        *p.add(at + i) = bf16::from_f32(x);
+                        *p.add(at + i) = bf16::from_f32(weighted(x));
                     }
                 }
             }

@@ -3,7 +3,10 @@
 
 use half::bf16;
 use rayon::ThreadPool;
-use suanpan_attn::{Args, Isa, KvLayout, Limits, Machine, Plan, Problem, Strides, Workspace, reference, run};
+use suanpan_attn::reference::{self, Spec};
+use suanpan_attn::{
+    Args, HeadScores, Isa, KvLayout, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
+};
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
 
@@ -12,6 +15,7 @@ use suanpan_ledger::AttnBooks;
 pub struct Case {
     pub heads: HeadShape,
     pub mask: Mask,
+    pub scores: Scores,
     pub scale: Option<f32>,
     pub q_dtype: DType,
     pub kv_dtype: DType,
@@ -25,6 +29,7 @@ impl Case {
         Case {
             heads,
             mask,
+            scores: Scores::default(),
             scale: None,
             q_dtype: DType::F32,
             kv_dtype: DType::F32,
@@ -42,6 +47,20 @@ impl Case {
     pub fn scale(self, scale: f32) -> Case {
         Case { scale: Some(scale), ..self }
     }
+    pub fn scores(self, scores: Scores) -> Case {
+        Case { scores, ..self }
+    }
+    /// Slopes that differ by head, as ALiBi's do, and one head without.
+    pub fn slopes(&self) -> Vec<f32> {
+        (0..self.heads.num_q_heads)
+            .map(|h| if h == 3 { 0.0 } else { 0.5f32.powi(h as i32 % 9 + 1) })
+            .collect()
+    }
+    /// Sinks of all sizes, none at all among them.
+    pub fn sinks(&self) -> Vec<f32> {
+        let some = [0.75, -2.0, 6.5, f32::NEG_INFINITY, -90.0];
+        (0..self.heads.num_q_heads).map(|h| some[h % some.len()]).collect()
+    }
     pub fn total_q(&self) -> usize {
         self.seqs.iter().map(|s| s.seqlen_q).sum()
     }
@@ -52,6 +71,7 @@ impl Case {
         Problem {
             heads: self.heads,
             mask: self.mask,
+            scores: self.scores,
             softmax_scale: self.scale,
             q_dtype: self.q_dtype,
             kv_dtype: self.kv_dtype,
@@ -274,7 +294,13 @@ pub fn run_case(c: &Case, data: &Data, machine: &Machine, poison: f32) -> Outcom
     let mut out = Flat::filled(c.total_q() * out_strides.0 + 3, CANARY, c.q_dtype);
     let mut lse = vec![f32::NAN; h.num_q_heads * c.total_q()];
     let mut books = vec![AttnBooks::default(); c.seqs.len()];
+    let (slopes, sinks) = (c.slopes(), c.sinks());
+    let head_scores = HeadScores {
+        alibi_slopes: c.scores.alibi.then_some(&slopes[..]),
+        sinks: c.scores.sink.then_some(&sinks[..]),
+    };
     let args = Args {
+        head_scores,
         q: q.buf(),
         q_strides: (h.num_q_heads * h.head_dim_qk, h.head_dim_qk),
         k: layout.k.buf(),
@@ -320,16 +346,24 @@ fn plain_row_f32(c: &Case, len: SeqLen, i: usize, h: usize, q: &[f32], k: &[f32]
     let scale = c.problem().scale();
     let q = &q[(i * heads.num_q_heads + h) * heads.head_dim_qk..][..heads.head_dim_qk];
     let keys = c.mask.visible(len, i);
+    let sink = if c.scores.sink { c.sinks()[h] } else { f32::NEG_INFINITY };
     o.fill(0.0);
     if keys.is_empty() {
-        return f32::NEG_INFINITY;
+        return sink;
     }
     let s: Vec<f32> = keys.clone().map(|j| {
         let k = &k[(j * heads.num_kv_heads + kv_head) * heads.head_dim_qk..][..heads.head_dim_qk];
-        q.iter().zip(k).map(|(a, b)| a * b).sum::<f32>() * scale
+        let mut s = q.iter().zip(k).map(|(a, b)| a * b).sum::<f32>() * scale;
+        if let Some(cap) = c.scores.softcap {
+            s = cap * (s / cap).tanh();
+        }
+        if c.scores.alibi {
+            s -= c.slopes()[h] * (c.mask.centre(len, i) - j as i64).abs() as f32;
+        }
+        s
     }).collect();
-    let max = s.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f32 = s.iter().map(|s| (s - max).exp()).sum();
+    let max = s.iter().copied().fold(sink, f32::max);
+    let sum: f32 = s.iter().map(|s| (s - max).exp()).sum::<f32>() + (sink - max).exp();
     for (j, s) in keys.zip(&s) {
         let p = (s - max).exp() / sum;
         let v = &v[(j * heads.num_kv_heads + kv_head) * heads.head_dim_v..][..heads.head_dim_v];
@@ -344,7 +378,13 @@ pub fn judge(c: &Case, data: &Data, got: &Outcome) {
     let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
     let (q64, k64, v64) = (wide(&data.q), wide(&data.k), wide(&data.v));
     let (mut q0, mut k0) = (0, 0);
-    let scale = f64::from(c.problem().scale());
+    let (slopes, sinks) = (wide(&c.slopes()), wide(&c.sinks()));
+    let spec = Spec {
+        softcap: c.scores.softcap.map(f64::from),
+        alibi_slopes: c.scores.alibi.then_some(&slopes[..]),
+        sinks: c.scores.sink.then_some(&sinks[..]),
+        ..Spec::new(h, c.mask, f64::from(c.problem().scale()))
+    };
     let (mut ours, mut plain, mut top) = (0.0f64, 0.0f64, 0.0f64);
     let (mut lse_ours, mut lse_plain, mut lse_top) = (0.0f64, 0.0f64, 1.0f64);
     for len in &c.seqs {
@@ -358,7 +398,7 @@ pub fn judge(c: &Case, data: &Data, got: &Outcome) {
                 let mut o64 = vec![0.0; h.head_dim_v];
                 let mut o32 = vec![0.0; h.head_dim_v];
                 #[rustfmt::skip]
-                let l64 = reference::attention_row_f64(h, c.mask, scale, *len, i, head, &q64[qa..], &k64[ka..], &v64[va..], &mut o64);
+                let l64 = reference::attention_row_f64(&spec, *len, i, head, &q64[qa..], &k64[ka..], &v64[va..], &mut o64);
                 let l32 =
                     plain_row_f32(c, *len, i, head, &data.q[qa..], &data.k[ka..], &data.v[va..], &mut o32);
                 let at = ((q0 + i) * h.num_q_heads + head) * h.head_dim_v;

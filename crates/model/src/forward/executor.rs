@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use rayon::ThreadPool;
-use suanpan_attn::{KvLayout, Limits, Machine, Plan, Problem, Workspace};
+use suanpan_attn::{KvLayout, Limits, Machine, Plan, Problem, Scores, Workspace};
 use suanpan_base::{BadArgument, DType, Mask, SeqLen};
 use suanpan_cache::{KvStorage, LayerShape};
 use suanpan_ledger::{AttnBooks, kernel};
@@ -180,6 +180,7 @@ impl Core {
                 let problem = Problem {
                     heads,
                     mask,
+                    scores: Scores::default(),
                     softmax_scale: config.softmax_scale,
                     q_dtype: DType::F32,
                     kv_dtype: opts.kv_dtype,
