@@ -2,7 +2,7 @@
 """SmolLM2-135M-Instruct Q4_1 on the CPU: suanpan beside llama.cpp, same file, same threads, same run; writes input for `cargo xtask record`.
 
 usage: bench/smollm2_vs_llama_cpp.py OUT.json          (first: bench/peers/llama_cpp.sh build, cargo build --release)
-Environment: SUANPAN_BIN, LLAMA_BENCH, MODEL, THREADS (2), ROUNDS (3).
+Environment: SUANPAN_BIN, LLAMA_BENCH, MODEL, THREADS (2), ROUNDS (3; a third of it, at least 1, for the phases of minutes).
 Shared machines change speed over minutes: in each round both sides run each phase one after the other, and the medians over all runs
 are compared. The better of llama.cpp's flash attention on and off counts, phase by phase.
 """
@@ -51,7 +51,7 @@ def main():
     rows, whole = [], None
     for phase, tokens, depth, repeats in PHASES:
         mine, theirs = [], {0: [], 1: []}
-        for round_ in range(ROUNDS):
+        for round_ in range(ROUNDS if tokens + depth < 5000 else max(1, ROUNDS // 3)):
             row, whole = ours(phase, tokens, depth, repeats)
             mine += row["runs"]
             # The slower of the peer's two ways is measured once.

@@ -13,6 +13,9 @@ use suanpan_base::{BadArgument, Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_cache::{KvStorage, LayerShape};
 use suanpan_ledger::AttnBooks;
 
+/// Fewest timed runs of a decode row.
+const MIN_DECODES: usize = 31;
+
 /// What to time.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -360,8 +363,10 @@ fn time(
     if error > most {
         return Err(BadArgument::new("attention bench", "error", format!("{error:e}"), format!("at most {most:e}")));
     }
+    // A decode takes milliseconds: a few of them would time the machine's mood.
+    let repeats = if phase == "decode" { config.repeats.max(MIN_DECODES) } else { config.repeats.max(1) };
     let mut seconds = Vec::new();
-    for _ in 0..config.repeats.max(1) {
+    for _ in 0..repeats {
         let start = Instant::now();
         subject.call(&mut ws, &mut books)?;
         seconds.push(start.elapsed().as_secs_f64());

@@ -3,7 +3,7 @@
 mod common;
 use common::*;
 use half::bf16;
-use suanpan_attn::{Args, HeadScores, Limits, Plan, Strides, Workspace, run};
+use suanpan_attn::{Args, HeadScores, Limits, Plan, Scores, Strides, Workspace, run};
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
 
@@ -397,4 +397,44 @@ fn a_schedule_past_the_limits_is_refused_and_changes_nothing() {
     assert!(before.contains("Direct") && before.contains("tile_q 4"), "{before}");
     let huge = Limits { max_seqs: 1, max_total_q: usize::MAX / 2, max_seqlen_k: 1 };
     assert_eq!(Plan::new(&c.problem(), &machine(1), huge).unwrap_err().field, "max_total_q");
+}
+
+#[test]
+fn numbers_of_heads_that_do_not_fit_the_problem_are_refused_by_name() {
+    let refused = |scores: Scores, slopes: Option<&[f32]>, sinks: Option<&[f32]>| -> Option<String> {
+        let c = Case::new(HeadShape::new(2, 1, 8), Mask::CAUSAL, &[(3, 3)]).scores(scores);
+        let data = Data::random(&c);
+        let plan = c.plan(&machine(1));
+        let mut out = vec![-7.0; 48];
+        let strides = Strides { token: 8, head: 8, page: 0 };
+        let args = Args {
+            head_scores: HeadScores { alibi_slopes: slopes, sinks },
+            q: Buf::F32(&data.q),
+            q_strides: (16, 8),
+            k: Buf::F32(&data.k),
+            k_strides: strides,
+            v: Buf::F32(&data.v),
+            v_strides: strides,
+            page_table: &[],
+            page_table_stride: 0,
+            out: BufMut::F32(&mut out),
+            out_strides: (16, 8),
+            lse: None,
+        };
+        let result = run(&plan, args, &mut Workspace::for_plans(&[&plan]), &mut [AttnBooks::default()]);
+        assert!(result.is_ok() || out.iter().all(|&x| x == -7.0), "a refused call wrote");
+        result.err().map(|e| e.field)
+    };
+    let (alibi, sink) =
+        (Scores { alibi: true, ..Scores::default() }, Scores { sink: true, ..Scores::default() });
+    let none = Scores::default();
+    assert_eq!(refused(alibi, Some(&[0.5, 0.25]), None), None);
+    assert_eq!(refused(sink, None, Some(&[f32::NEG_INFINITY, 1.0])), None);
+    assert_eq!(refused(alibi, None, None).as_deref(), Some("alibi_slopes length"));
+    assert_eq!(refused(alibi, Some(&[0.5]), None).as_deref(), Some("alibi_slopes length"));
+    assert_eq!(refused(none, Some(&[0.5, 0.5]), None).as_deref(), Some("alibi_slopes length"));
+    assert_eq!(refused(none, None, Some(&[])).as_deref(), Some("sinks length"));
+    assert_eq!(refused(alibi, Some(&[0.5, f32::INFINITY]), None).as_deref(), Some("alibi_slopes[1]"));
+    assert_eq!(refused(sink, None, Some(&[f32::NAN, 0.0])).as_deref(), Some("sinks[0]"));
+    assert_eq!(refused(sink, None, Some(&[0.0, f32::INFINITY])).as_deref(), Some("sinks[1]"));
 }

@@ -27,8 +27,8 @@ pub struct Tree {
 }
 
 const ENDINGS: [&str; 9] = ["rs", "md", "toml", "py", "sh", "cu", "cuh", "html", "yml"];
-const SKIPPED: [&str; 8] =
-    ["target", ".git", ".cache", "node_modules", "fixtures", "record", "__pycache__", "corpus"];
+const SKIPPED: [&str; 9] =
+    ["target", ".git", ".cache", "carry", "node_modules", "fixtures", "record", "__pycache__", "corpus"];
 
 fn collect(root: &Path, dir: &Path, files: &mut Vec<File>) -> anyhow::Result<()> {
     let mut entries: Vec<_> = fs::read_dir(dir)?.collect::<Result<_, _>>()?;
