@@ -26,6 +26,22 @@ fn memory_gib(key: &str) -> Option<f64> {
     Some(kib / (1024.0 * 1024.0))
 }
 
+/// Why the GPU does not serve, and what is there of it.
+fn cuda() -> String {
+    #[cfg(feature = "cuda")]
+    return match suanpan_cuda::driver::Gpu::open(0, None) {
+        Ok(gpu) => {
+            format!(
+                "attention kernels run on this device ({} multiprocessors); serving does not use them yet",
+                gpu.num_sms
+            )
+        }
+        Err(error) => format!("attention kernels are built in; {error}"),
+    };
+    #[cfg(not(feature = "cuda"))]
+    "built without the feature `cuda`; even with it serving does not use the GPU yet".into()
+}
+
 fn features(machine: &Machine) -> Vec<Feature> {
     let feature = |feature, active, reason: String| Feature { feature, active, reason };
     let hub = match std::env::var("HF_HUB_OFFLINE") {
@@ -49,7 +65,7 @@ fn features(machine: &Machine) -> Vec<Feature> {
             "whole pages, exact tokens; --no-enable-prefix-caching turns it off".into(),
         ),
         feature("hf: models", true, hub),
-        feature("cuda", false, "this version has no GPU kernels".into()),
+        feature("cuda", false, cuda()),
         feature("mpi", false, "this version has no parallel room".into()),
         feature("quantised KV cache", false, "this version stores keys and values in f32 or bf16".into()),
     ]

@@ -10,13 +10,14 @@ use super::Tree;
 pub const ALLOWED: &[(&str, &[&str])] = &[
     ("base", &[]),
     ("ledger", &["base"]),
+    ("cuda", &["base", "ledger"]),
     ("attn", &["base", "ledger"]),
     ("ops", &["base", "ledger"]),
     ("cache", &["base", "ledger"]),
     ("model", &["base", "ledger", "attn", "ops", "cache"]),
     ("engine", &["base", "ledger", "attn", "ops", "cache", "model"]),
     ("server", &["base", "ledger", "attn", "ops", "cache", "model", "engine"]),
-    ("suanpan", &["base", "ledger", "attn", "ops", "cache", "model", "engine", "server"]),
+    ("suanpan", &["base", "ledger", "cuda", "attn", "ops", "cache", "model", "engine", "server"]),
     ("xtask", &[]),
 ];
 

@@ -1,0 +1,16 @@
+//! Attention kernels, one file per kernel source in `kernels/attention`.
+pub mod decode;
+pub mod forward;
+
+use crate::driver::Address;
+
+/// A [tokens, heads, head_dim] operand: head_dim is contiguous, the other strides are in elements.
+#[derive(Clone, Copy, Debug)]
+pub struct Operand {
+    /// Of the first element, a multiple of 16 bytes.
+    pub address: Address,
+    /// Between tokens, in elements.
+    pub token_stride: u64,
+    /// Between heads, in elements.
+    pub head_stride: u64,
+}

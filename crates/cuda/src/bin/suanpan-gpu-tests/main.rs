@@ -1,0 +1,49 @@
+//! Checks every kernel on the device against the f64 oracle, in one command; exits 1 when anything fails.
+mod decode;
+mod forward;
+
+use suanpan_cuda::Error;
+use suanpan_cuda::driver::Gpu;
+use suanpan_cuda::testing::Errors;
+
+/// NaN in both bf16 and fp16: what outputs and unused inputs are filled with.
+const NAN16: u16 = 0x7fff;
+
+struct Report {
+    failed: usize,
+    run: usize,
+}
+
+impl Report {
+    fn line(&mut self, ok: bool, name: &str, detail: String) {
+        self.run += 1;
+        self.failed += usize::from(!ok);
+        println!("{} {name}: {detail}", if ok { "ok  " } else { "FAIL" });
+    }
+
+    fn errors(&mut self, name: &str, e: &Errors) {
+        let detail = format!(
+            "err {:.2e} plain {:.2e} rounding {:.2e} lse {:.1e} bad {}",
+            e.ours, e.plain, e.rounding, e.lse, e.not_finite
+        );
+        self.line(e.pass(), name, detail);
+    }
+}
+
+fn main() -> Result<(), Error> {
+    let option = |name: &str| std::env::args().skip_while(|a| a != name).nth(1);
+    let gpu = Gpu::open(0, option("--cubin-dir").map(Into::into))?;
+    let what = option("--what").unwrap_or("forward,decode".into());
+    let mut report = Report { failed: 0, run: 0 };
+    if what.contains("forward") {
+        forward::test(&gpu, &mut report)?;
+    }
+    if what.contains("decode") {
+        decode::test(&gpu, &mut report)?;
+    }
+    println!("{} of {} checks failed", report.failed, report.run);
+    if report.failed > 0 {
+        std::process::exit(1);
+    }
+    Ok(())
+}

@@ -1,0 +1,165 @@
+//! The device, its stream and the embedded cubins: finds a kernel by name and puts it on the stream. No policy.
+use crate::Error;
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
+
+/// A device address, in bytes.
+pub type Address = sys::CUdeviceptr;
+
+/// One Hopper device with one stream of its own (the default stream cannot be captured in a graph).
+pub struct Gpu {
+    /// The device's primary context.
+    pub context: Arc<CudaContext>,
+    /// Where every launch goes.
+    pub stream: Arc<CudaStream>,
+    /// Multiprocessors.
+    pub num_sms: u32,
+    cubin_dir: Option<PathBuf>,
+    modules: Mutex<HashMap<String, Module>>,
+    kernels: Mutex<HashMap<(String, String), Kernel>>,
+    constants: Mutex<HashMap<(String, String), Vec<u32>>>,
+}
+
+struct Module(sys::CUmodule);
+
+// SAFETY: as for `Kernel`: a handle that every thread may use.
+unsafe impl Send for Module {}
+
+/// A loaded kernel. Modules stay loaded as long as the process: kernels are few and graphs may hold them.
+#[derive(Clone, Copy)]
+pub struct Kernel(sys::CUfunction);
+
+// SAFETY: a CUfunction is a handle that the driver lets every thread use; it is never freed here.
+unsafe impl Send for Kernel {}
+
+/// Names the driver call in an error.
+pub fn call(name: &'static str) -> impl Fn(DriverError) -> Error {
+    move |source| Error::Driver { call: name, source }
+}
+
+impl Gpu {
+    /// Opens device `ordinal`; `cubin_dir` overrides embedded cubins by files of the same name (to try variants).
+    pub fn open(ordinal: usize, cubin_dir: Option<PathBuf>) -> Result<Self, Error> {
+        // SAFETY: only asks the dynamic loader whether the library can be opened.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(Error::NoDriver);
+        }
+        let context = CudaContext::new(ordinal).map_err(call("cuDevicePrimaryCtxRetain"))?;
+        let (major, minor) = context.compute_capability().map_err(call("cuDeviceGetAttribute"))?;
+        if (major, minor) != (9, 0) {
+            let name = context.name().unwrap_or_default();
+            return Err(Error::NotHopper { name, major, minor });
+        }
+        // SAFETY: called before the first allocation, so no slice holds an event that would go stale.
+        unsafe { context.disable_event_tracking() };
+        let stream = context.new_stream().map_err(call("cuStreamCreate"))?;
+        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let num_sms = context.attribute(attribute).map_err(call("cuDeviceGetAttribute"))? as u32;
+        Ok(Self {
+            context,
+            stream,
+            num_sms,
+            cubin_dir,
+            modules: Mutex::default(),
+            kernels: Mutex::default(),
+            constants: Mutex::default(),
+        })
+    }
+
+    fn module(&self, cubin: &str) -> Result<sys::CUmodule, Error> {
+        let mut modules = self.modules.lock().expect("no panic under the lock");
+        if let Some(m) = modules.get(cubin) {
+            return Ok(m.0);
+        }
+        let from_dir =
+            self.cubin_dir.as_ref().and_then(|d| std::fs::read(d.join(format!("{cubin}.cubin"))).ok());
+        let embedded = CUBINS.iter().find(|(name, _)| *name == cubin).map(|(_, bytes)| bytes.to_vec());
+        let Some(bytes) = from_dir.or(embedded) else {
+            return Err(Error::Unsupported {
+                field: "kernel",
+                asked: cubin.into(),
+                supported: "the embedded cubins",
+            });
+        };
+        self.context.bind_to_thread().map_err(call("cuCtxSetCurrent"))?;
+        // SAFETY: `bytes` is a whole cubin; the driver copies it during the call.
+        let module =
+            unsafe { result::module::load_data(bytes.as_ptr().cast()) }.map_err(call("cuModuleLoadData"))?;
+        modules.insert(cubin.into(), Module(module));
+        Ok(module)
+    }
+
+    /// Loads `function` of cubin `cubin` once and allows it `smem_bytes` of dynamic shared memory.
+    pub fn kernel(&self, cubin: &str, function: &str, smem_bytes: u32) -> Result<Kernel, Error> {
+        let mut kernels = self.kernels.lock().expect("no panic under the lock");
+        let key = (cubin.to_string(), function.to_string());
+        if let Some(k) = kernels.get(&key) {
+            return Ok(*k);
+        }
+        let module = self.module(cubin)?;
+        let name = CString::new(function).expect("kernel names hold no NUL");
+        // SAFETY: the module is never unloaded.
+        let f = unsafe { result::module::get_function(module, name) }.map_err(call("cuModuleGetFunction"))?;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: `f` is a live function of this context.
+        unsafe { result::function::set_function_attribute(f, attribute, smem_bytes as i32) }
+            .map_err(call("cuFuncSetAttribute"))?;
+        kernels.insert(key, Kernel(f));
+        Ok(Kernel(f))
+    }
+
+    /// Reads constants that a kernel's build exports (tile sizes, shared memory), so that the host mirrors none of them.
+    pub fn constants<const N: usize>(&self, cubin: &str, symbol: &str) -> Result<[u32; N], Error> {
+        let mut constants = self.constants.lock().expect("no panic under the lock");
+        let key = (cubin.to_string(), symbol.to_string());
+        if !constants.contains_key(&key) {
+            let module = self.module(cubin)?;
+            let name = CString::new(symbol).expect("symbols hold no NUL");
+            let (mut address, mut bytes) = (0, 0usize);
+            // SAFETY: the module is live; the call only fills the two out-parameters.
+            unsafe { sys::cuModuleGetGlobal_v2(&mut address, &mut bytes, module, name.as_ptr()) }
+                .result()
+                .map_err(call("cuModuleGetGlobal"))?;
+            let mut words = vec![0u32; bytes / 4];
+            // SAFETY: the symbol is `bytes` long.
+            unsafe { result::memcpy_dtoh_sync(&mut words, address) }.map_err(call("cuMemcpyDtoH"))?;
+            constants.insert(key.clone(), words);
+        }
+        let words = &constants[&key];
+        words.as_slice().try_into().map_err(|_| Error::Unsupported {
+            field: "cubin constants",
+            asked: format!("{N} words of {cubin}.{symbol}"),
+            supported: "cubins built with this crate",
+        })
+    }
+
+    /// Puts one kernel on the stream.
+    ///
+    /// # Safety
+    /// `params` point to values of exactly the kernel's parameter types, and every address in them is valid for what the
+    /// kernel does until the stream has run it.
+    pub unsafe fn launch(
+        &self,
+        kernel: Kernel,
+        grid: (u32, u32, u32),
+        block: u32,
+        smem_bytes: u32,
+        params: &mut [*mut c_void],
+    ) -> Result<(), Error> {
+        // SAFETY: the caller vouches for the parameters; the function and stream live as long as `self`.
+        unsafe {
+            result::launch_kernel(kernel.0, grid, (block, 1, 1), smem_bytes, self.stream.cu_stream(), params)
+        }
+        .map_err(call("cuLaunchKernel"))
+    }
+
+    /// Waits for everything on the stream.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        self.stream.synchronize().map_err(call("cuStreamSynchronize"))
+    }
+}

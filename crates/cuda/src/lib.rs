@@ -1,0 +1,56 @@
+//! Hopper kernels and their raw launches: the only crate that sees nvcc and the CUDA driver.
+//!
+//! Not here: choosing a kernel, planning a workspace, or any transformer. A launch takes device addresses and shapes,
+//! checks what the hardware would otherwise answer with garbage, and puts one kernel on a stream.
+//!
+//! Without the feature `cuda` this crate is empty. With it, the build compiles `kernels/**` with nvcc 13.0 and fails on a spill or on products that
+//! the assembler serialises; the cubins are embedded, so that a binary starts on a machine without a GPU and says so.
+//!
+//! `kernels/attention/forward.cu`: bf16 and fp16, head dims 64, 96, 128, 192, 256, full and causal, grouped heads, packed ragged sequences, lse out.
+//! `kernels/attention/decode.cu`: bf16, head dims 64, 128, 256, pages of any multiple of 16 tokens, lengths and page tables read on the device.
+//! Versions, predictions and outcomes: docs/cuda-attn-notes.md.
+#![cfg(feature = "cuda")]
+
+pub mod attention;
+pub mod driver;
+pub mod tensor_map;
+#[doc(hidden)]
+#[allow(missing_docs)]
+pub mod testing;
+
+/// What a launch can refuse or fail with. The messages say what the fields are.
+#[allow(missing_docs)]
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The driver library is not on this machine.
+    #[error("no CUDA driver (libcuda.so.1 not found): GPU path off")]
+    NoDriver,
+    /// The device is not a Hopper.
+    #[error("device {name} has compute capability {major}.{minor}; these kernels need 9.0")]
+    NotHopper { name: String, major: i32, minor: i32 },
+    /// A shape or stride that no kernel here takes.
+    #[error("{field}: {asked} asked; supported: {supported}")]
+    Unsupported { field: &'static str, asked: String, supported: &'static str },
+    /// The driver refused a call.
+    #[error("{call}: {source}")]
+    Driver { call: &'static str, source: cudarc::driver::DriverError },
+}
+
+/// Operand types of the matrix kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    /// Brain floating point.
+    Bf16,
+    /// IEEE half precision.
+    Fp16,
+}
+
+impl Dtype {
+    /// The name used in cubin names and messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Dtype::Bf16 => "bf16",
+            Dtype::Fp16 => "fp16",
+        }
+    }
+}

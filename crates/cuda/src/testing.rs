@@ -1,0 +1,283 @@
+//! For the test and bench binaries: device buffers, random inputs, the f64 oracle and plain attention at 16 bits.
+use crate::driver::{Address, Gpu, call};
+use crate::{Dtype, Error};
+use cudarc::driver::{CudaGraph, result, sys};
+use std::ffi::c_void;
+
+/// A device allocation, freed when dropped.
+pub struct Buffer {
+    pub address: Address,
+    pub bytes: usize,
+}
+
+impl Buffer {
+    pub fn new(gpu: &Gpu, bytes: usize) -> Result<Self, Error> {
+        gpu.context.bind_to_thread().map_err(call("cuCtxSetCurrent"))?;
+        // SAFETY: a plain allocation in the bound context.
+        let address = unsafe { result::malloc_sync(bytes.max(256)) }.map_err(call("cuMemAlloc"))?;
+        Ok(Self { address, bytes: bytes.max(256) })
+    }
+
+    pub fn from_slice<T: Copy>(gpu: &Gpu, host: &[T]) -> Result<Self, Error> {
+        let buffer = Self::new(gpu, size_of_val(host))?;
+        buffer.write(0, host)?;
+        Ok(buffer)
+    }
+
+    /// Copies `host` to byte offset `offset`.
+    pub fn write<T: Copy>(&self, offset: usize, host: &[T]) -> Result<(), Error> {
+        assert!(offset + size_of_val(host) <= self.bytes);
+        // SAFETY: the range was just checked; plain data is copied.
+        unsafe { result::memcpy_htod_sync(self.address + offset as u64, host) }.map_err(call("cuMemcpyHtoD"))
+    }
+
+    pub fn read<T: Copy + Default>(&self, offset: usize, len: usize) -> Result<Vec<T>, Error> {
+        let mut host = vec![T::default(); len];
+        assert!(offset + size_of_val(&host[..]) <= self.bytes);
+        // SAFETY: the range was just checked; T is plain data here (integers and floats).
+        unsafe { result::memcpy_dtoh_sync(&mut host, self.address + offset as u64) }
+            .map_err(call("cuMemcpyDtoH"))?;
+        Ok(host)
+    }
+
+    /// Fills the buffer with one 32-bit word.
+    pub fn fill(&self, gpu: &Gpu, word: u32) -> Result<(), Error> {
+        self.fill_async(gpu, word)?;
+        gpu.synchronize()
+    }
+
+    /// The same, without waiting.
+    pub fn fill_async(&self, gpu: &Gpu, word: u32) -> Result<(), Error> {
+        let (mut address, mut n, mut word) = (self.address, (self.bytes / 4) as u64, word);
+        let mut args: [*mut c_void; 3] =
+            [(&raw mut address).cast(), (&raw mut n).cast(), (&raw mut word).cast()];
+        let kernel = gpu.kernel("random", "fill_word", 0)?;
+        // SAFETY: the parameters match `fill_word`, which stays inside the buffer.
+        unsafe { gpu.launch(kernel, (gpu.num_sms * 8, 1, 1), 256, 0, &mut args) }
+    }
+
+    /// Fills the buffer with 16-bit normal numbers.
+    pub fn fill_normal(&self, gpu: &Gpu, seed: u64, dtype: Dtype) -> Result<(), Error> {
+        let (mut address, mut n, mut seed) = (self.address, (self.bytes / 2) as u64, seed);
+        let mut fp16 = i32::from(dtype == Dtype::Fp16);
+        let mut args: [*mut c_void; 4] =
+            [(&raw mut address).cast(), (&raw mut n).cast(), (&raw mut seed).cast(), (&raw mut fp16).cast()];
+        let kernel = gpu.kernel("random", "fill_normal", 0)?;
+        // SAFETY: the parameters match `fill_normal`, which stays inside the buffer.
+        unsafe { gpu.launch(kernel, (gpu.num_sms * 8, 1, 1), 256, 0, &mut args) }?;
+        gpu.synchronize()
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new`, freed once; callers synchronise before dropping what a kernel still uses.
+        let _ = unsafe { result::free_sync(self.address) };
+    }
+}
+
+/// A small reproducible generator (xorshift*), for inputs made on the host.
+pub struct Rng(u64);
+
+impl Rng {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub fn bits(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.bits() >> 33) as usize % n.max(1)
+    }
+
+    pub fn normal(&mut self) -> f32 {
+        let u = ((self.bits() >> 40) as f32 + 1.0) / (1u64 << 24) as f32;
+        let v = (self.bits() >> 40) as f32 / (1u64 << 24) as f32;
+        (-2.0 * u.ln()).sqrt() * (std::f32::consts::TAU * v).cos()
+    }
+}
+
+/// Rounds to the operand type and back.
+pub fn to_bits(dtype: Dtype, x: f32) -> u16 {
+    match dtype {
+        Dtype::Bf16 => half::bf16::from_f32(x).to_bits(),
+        Dtype::Fp16 => half::f16::from_f32(x).to_bits(),
+    }
+}
+
+pub fn from_bits(dtype: Dtype, x: u16) -> f32 {
+    match dtype {
+        Dtype::Bf16 => half::bf16::from_bits(x).to_f32(),
+        Dtype::Fp16 => half::f16::from_bits(x).to_f32(),
+    }
+}
+
+/// One (query row, head): its query and the keys and values it sees, in token order.
+pub struct Row<'a> {
+    pub q: &'a [f32],
+    pub keys: usize,
+    pub key: &'a (dyn Fn(usize) -> &'a [f32] + Sync),
+    pub value: &'a (dyn Fn(usize) -> &'a [f32] + Sync),
+}
+
+/// Output of a row by the oracle (f64), its lse, and by plain attention that rounds scores, probabilities and o.
+pub struct RowResult {
+    pub oracle: Vec<f64>,
+    pub lse: f64,
+    pub plain: Vec<f64>,
+}
+
+/// The oracle and the yardstick for one row. An empty row gives o = 0 and lse = -inf.
+pub fn reference_row(dtype: Dtype, scale: f64, row: &Row) -> RowResult {
+    let dim = row.q.len();
+    let round = |x: f64| f64::from(from_bits(dtype, to_bits(dtype, x as f32)));
+    if row.keys == 0 {
+        return RowResult { oracle: vec![0.0; dim], lse: f64::NEG_INFINITY, plain: vec![0.0; dim] };
+    }
+    let dot = |j: usize| row.q.iter().zip((row.key)(j)).map(|(a, b)| f64::from(a * b)).sum::<f64>();
+    let scores: Vec<f64> = (0..row.keys).map(|j| dot(j) * scale).collect();
+    let weigh = |s: &[f64]| {
+        let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let p: Vec<f64> = s.iter().map(|x| (x - max).exp()).collect();
+        let sum: f64 = p.iter().sum();
+        (p, sum, max)
+    };
+    let mix = |p: &[f64]| {
+        let mut o = vec![0.0; dim];
+        for (j, w) in p.iter().enumerate() {
+            for (x, v) in o.iter_mut().zip((row.value)(j)) {
+                *x += w * f64::from(*v);
+            }
+        }
+        o
+    };
+    let (mut p, sum, max) = weigh(&scores);
+    p.iter_mut().for_each(|x| *x /= sum);
+    let rounded: Vec<f64> = scores.iter().map(|x| round(*x)).collect();
+    let (mut p_plain, sum_plain, _) = weigh(&rounded);
+    p_plain.iter_mut().for_each(|x| *x = round(*x / sum_plain));
+    let plain = mix(&p_plain).into_iter().map(round).collect();
+    RowResult { oracle: mix(&p), lse: max + sum.ln(), plain }
+}
+
+/// Largest errors of a kernel's output and of plain attention over many rows, and the output's own rounding.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Errors {
+    pub ours: f64,
+    pub plain: f64,
+    pub rounding: f64,
+    pub lse: f64,
+    pub not_finite: usize,
+}
+
+impl Errors {
+    pub fn add_row(&mut self, dtype: Dtype, o: &[f32], lse: f32, r: &RowResult) {
+        for ((x, exact), plain) in o.iter().zip(&r.oracle).zip(&r.plain) {
+            if !x.is_finite() {
+                self.not_finite += 1;
+                continue;
+            }
+            self.ours = self.ours.max((f64::from(*x) - exact).abs());
+            self.plain = self.plain.max((plain - exact).abs());
+            let rounded = f64::from(from_bits(dtype, to_bits(dtype, *exact as f32)));
+            self.rounding = self.rounding.max((rounded - exact).abs());
+        }
+        if r.lse == f64::NEG_INFINITY {
+            self.not_finite += usize::from(lse != f32::NEG_INFINITY);
+        } else if lse.is_finite() {
+            self.lse = self.lse.max((f64::from(lse) - r.lse).abs() / r.lse.abs().max(1.0));
+        } else {
+            self.not_finite += 1;
+        }
+    }
+
+    pub fn merge(&mut self, other: &Self) {
+        self.ours = self.ours.max(other.ours);
+        self.plain = self.plain.max(other.plain);
+        self.rounding = self.rounding.max(other.rounding);
+        self.lse = self.lse.max(other.lse);
+        self.not_finite += other.not_finite;
+    }
+
+    /// At most twice plain attention's error plus one rounding of the output; lse to f32 precision of its parts.
+    pub fn pass(&self) -> bool {
+        self.not_finite == 0 && self.ours <= 2.0 * self.plain + self.rounding && self.lse <= 2e-5
+    }
+}
+
+/// Runs `work(i)` for i in 0..n on all cores and merges the errors.
+pub fn parallel_rows(n: usize, work: impl Fn(usize, &mut Errors) + Sync) -> Errors {
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let total = std::sync::Mutex::new(Errors::default());
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                let mut mine = Errors::default();
+                loop {
+                    let i = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                    if i >= n {
+                        break;
+                    }
+                    work(i, &mut mine);
+                }
+                total.lock().expect("no panic under the lock").merge(&mine);
+            });
+        }
+    });
+    total.into_inner().expect("all threads have ended")
+}
+
+/// The middle value.
+pub fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Median time in microseconds of `f`, each call between two events, after `warm` calls. The calls are queued back to back:
+/// waiting for each would add its launch and give the chip a rest that a busy one does not get.
+pub fn time_us(
+    gpu: &Gpu,
+    repeats: usize,
+    warm: usize,
+    mut f: impl FnMut() -> Result<(), Error>,
+) -> Result<f64, Error> {
+    for _ in 0..warm {
+        f()?;
+    }
+    gpu.synchronize()?;
+    let flags = Some(cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT);
+    let record = || gpu.stream.record_event(flags).map_err(call("cuEventRecord"));
+    let mut spans = Vec::new();
+    for _ in 0..repeats {
+        let start = record()?;
+        f()?;
+        spans.push((start, record()?));
+    }
+    let read = call("cuEventElapsedTime");
+    let mut times = Vec::new();
+    for (start, end) in &spans {
+        times.push(f64::from(start.elapsed_ms(end).map_err(&read)?) * 1e3);
+    }
+    Ok(median(&mut times))
+}
+
+/// Captures what `f` puts on the stream.
+pub fn graph_of(gpu: &Gpu, f: impl FnOnce() -> Result<(), Error>) -> Result<CudaGraph, Error> {
+    gpu.synchronize()?;
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    gpu.stream.begin_capture(mode).map_err(call("cuStreamBeginCapture"))?;
+    let put = f();
+    let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    let graph = gpu.stream.end_capture(flags).map_err(call("cuStreamEndCapture"))?;
+    put?;
+    let graph = graph.expect("something was captured");
+    graph.upload().map_err(call("cuGraphUpload"))?;
+    gpu.synchronize()?;
+    Ok(graph)
+}
