@@ -48,6 +48,8 @@ pub(crate) struct SlotLayout {
     pub zeros: usize,
     /// usize pairs: visible key range a row.
     pub visible: usize,
+    /// usize pairs: the rows that see a group of keys.
+    pub seen_by: usize,
     /// usize: element offsets of rows of K, V or q.
     pub offsets: usize,
     pub end: usize,
@@ -89,6 +91,7 @@ impl SlotLayout {
             delta: part(rows),
             zeros: part(h.head_dim_qk.max(h.head_dim_v) + LINE),
             visible: part(rows * 2 * words),
+            seen_by: part(keys.div_ceil(TILE_ROWS) * 2 * words),
             offsets: part(rows.max(keys) * words),
             // One line between slots keeps neighbours' prefetches apart.
             end: part(LINE),

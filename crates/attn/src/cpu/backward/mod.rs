@@ -20,7 +20,7 @@ use super::vector::{Elem, MAX_LANES, Vector};
 use crate::workspace::TILE_ROWS;
 use rows::{add_rows, copy_rows, dots, write_rows};
 use suanpan_base::lse::EMPTY_LSE;
-use task::{Place, Scratch, Task, Visit, Work};
+use task::{Place, Scratch, Source, Task, TileRows, Visit, Work};
 
 /// Keys of a panel of K (by rows) that stays in the first-level cache while query rows stream past it.
 const CHUNK_KEYS: usize = 128;
@@ -72,14 +72,12 @@ unsafe fn prepare<V: Vector>(t: &Task<'_>, seq: usize, tile: usize, kv_head: usi
         // SAFETY: `check` bounded every (token, head) row; row constants of a tile and kv head are this task's own.
         unsafe {
             // Rows past the last one repeat it.
-            let at = |i: usize| rows.token_and_head(row + i.min(count - 1));
-            let places = |source: &task::Source| -> [usize; MAX_LANES] {
-                std::array::from_fn(|i| {
-                    let (token, head) = at(i);
-                    source.at(token, head)
-                })
-            };
-            let (out, d_out, d) = (places(&c.out), places(&c.d_out), c.heads.head_dim_v);
+            let (mut out, mut d_out) = ([0; MAX_LANES], [0; MAX_LANES]);
+            for i in 0..MAX_LANES {
+                let (token, head) = rows.token_and_head(row + i.min(count - 1));
+                (out[i], d_out[i]) = (c.out.at(token, head), c.d_out.at(token, head));
+            }
+            let d = c.heads.head_dim_v;
             let deltas = match (c.out.src, c.d_out.src) {
                 (Src::F32(a), Src::F32(b)) => dots::<V, f32>((a, &out), (b, &d_out), d),
                 (Src::Bf16(a), Src::Bf16(b)) => dots::<V, half::bf16>((a, &out), (b, &d_out), d),
@@ -88,7 +86,7 @@ unsafe fn prepare<V: Vector>(t: &Task<'_>, seq: usize, tile: usize, kv_head: usi
             let mut delta = [0.0f32; MAX_LANES];
             deltas.store(delta.as_mut_ptr());
             for i in 0..count {
-                let (token, head) = at(i);
+                let (token, head) = rows.token_and_head(row + i);
                 let place = head * c.plan.total_q + token;
                 let lse = c.lse[place];
                 // A row whose scores are all -inf has weights 0, like one without keys.
@@ -124,7 +122,7 @@ unsafe fn keys<V: Vector, const N: usize>(t: &Task<'_>) {
             pairs += look_up(t, &mut w, &visit);
             rows += visit.rows.count;
             let finite_rows = load_queries::<V>(t, &mut w, &visit);
-            products::tile_gradients::<V, N>(t, &w, &visit, finite_keys, finite_rows);
+            products::tile_gradients::<V, N>(t, &mut w, &visit, finite_keys, finite_rows);
             add_in_turn::<V>(t, &w, &visit);
         }
         write_rows::<V>(
@@ -209,16 +207,11 @@ unsafe fn load_queries<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>, visit: &Vis
     let padding = rows.count.next_multiple_of(TILE_ROWS) - rows.count;
     // SAFETY: forwarded.
     unsafe {
-        let fill = |source: &task::Source, offsets: &mut [usize]| {
-            for (row, offset) in offsets[..rows.count].iter_mut().enumerate() {
-                let (token, head) = rows.token_and_head(row);
-                *offset = source.at(token, head);
-            }
-        };
-        fill(&c.q, w.offsets);
-        let mut finite = copy_rows::<V>(c.q.src, &w.offsets[..rows.count], dqk, w.q, w.qk_stride);
-        fill(&c.d_out, w.offsets);
-        finite &= copy_rows::<V>(c.d_out.src, &w.offsets[..rows.count], dv, w.d_out, w.v_stride);
+        let offsets = &mut w.offsets[..rows.count];
+        place_rows(&c.q, rows, offsets);
+        let mut finite = copy_rows::<V>(c.q.src, offsets, dqk, w.q, w.qk_stride);
+        place_rows(&c.d_out, rows, offsets);
+        finite &= copy_rows::<V>(c.d_out.src, offsets, dv, w.d_out, w.v_stride);
         std::ptr::copy_nonoverlapping(c.row_lse.add(rows.first), w.lse, rows.count);
         std::ptr::copy_nonoverlapping(c.row_delta.add(rows.first), w.delta, rows.count);
         // Rows beside the tile: whatever their bytes, p is 0.
@@ -229,6 +222,15 @@ unsafe fn load_queries<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>, visit: &Vis
             *w.delta.add(row) = 0.0;
         }
         finite
+    }
+}
+
+/// Where the rows of a query tile start.
+#[inline(always)]
+fn place_rows(source: &Source, rows: &TileRows, offsets: &mut [usize]) {
+    for (row, offset) in offsets.iter_mut().enumerate() {
+        let (token, head) = rows.token_and_head(row);
+        *offset = source.at(token, head);
     }
 }
 

@@ -35,7 +35,7 @@ struct Span {
 #[inline(always)]
 pub(crate) unsafe fn tile_gradients<V: Vector, const N: usize>(
     t: &Task<'_>,
-    w: &Scratch<'_>,
+    w: &mut Scratch<'_>,
     visit: &Visit,
     finite_keys: bool,
     finite_rows: bool,
@@ -44,6 +44,7 @@ pub(crate) unsafe fn tile_gradients<V: Vector, const N: usize>(
     let (dqk, dv) = (t.call.heads.head_dim_qk, t.call.heads.head_dim_v);
     // SAFETY: forwarded; every pointer below stays inside its part of the slot.
     unsafe {
+        look_back(w, rows, keys);
         scores::<V, N>(t, w, rows, keys);
         clear_beside::<V, N>(w, rows, keys);
         key_gradients::<V, N>(w, rows, keys, (w.p, w.d_out, w.v_stride), (w.dv, dv), finite_rows);
@@ -249,57 +250,66 @@ unsafe fn key_gradients<V: Vector, const N: usize>(
     let mut left = 0;
     while left < d {
         let vectors = (d - left).min(panel).div_ceil(V::LANES);
-        let mut key = 0;
-        while key < keys {
-            let end = (key + TILE_ROWS).min(keys);
-            let (any, all) = rows_that_see(w, rows, key..end);
+        for group in 0..keys.div_ceil(TILE_ROWS) {
+            let (key, seen) = (group * TILE_ROWS, &w.seen_by[group]);
             // SAFETY: within the slot's parts.
             unsafe {
-                if finite || any == all {
-                    let a = a.add(any.start * w.p_stride + key);
-                    let b = b.add(any.start * stride + left);
-                    let c = c.add(key * stride + left);
-                    let steps = any.len();
+                let (a, b, c) = (a.add(key), b.add(left), c.add(key * stride + left));
+                if finite || all_see(w, seen, key..(key + TILE_ROWS).min(keys)) {
+                    let a = a.add(seen.start * w.p_stride);
+                    let b = b.add(seen.start * stride);
+                    let steps = seen.len();
                     by_vectors!(
                         vectors,
                         N,
                         add_columns::<V, TILE_ROWS>(a, w.p_stride, b, stride, steps, c, stride)
                     );
-                } else {
-                    // A weight of 0 must not let a row through that may not see the key: 0 · NaN is NaN.
-                    for key in key..end {
-                        let (any, _) = rows_that_see(w, rows, key..key + 1);
-                        let a = a.add(any.start * w.p_stride + key);
-                        let b = b.add(any.start * stride + left);
-                        let c = c.add(key * stride + left);
-                        let steps = any.len();
-                        by_vectors!(
-                            vectors,
-                            N,
-                            add_columns::<V, 1>(a, w.p_stride, b, stride, steps, c, stride)
-                        );
-                    }
+                    continue;
+                }
+                // A weight of 0 must not let a row through that may not see the key: 0 · NaN is NaN.
+                for i in 0..TILE_ROWS.min(keys - key) {
+                    let seen = rows_that_see(w, rows, key + i..key + i + 1, seen.clone());
+                    let (a, c) = (a.add(seen.start * w.p_stride + i), c.add(i * stride));
+                    let b = b.add(seen.start * stride);
+                    let steps = seen.len();
+                    by_vectors!(vectors, N, add_columns::<V, 1>(a, w.p_stride, b, stride, steps, c, stride));
                 }
             }
-            key = end;
         }
         left += panel;
     }
 }
 
-/// Rows that see at least one of `keys`, and rows that see all of them. Starts and ends of what rows see grow with the row.
+/// Looks up which rows see each group of 6 keys.
 #[inline(always)]
-fn rows_that_see(w: &Scratch<'_>, rows: usize, keys: Range<usize>) -> (Range<usize>, Range<usize>) {
-    let (first, last) = (&w.visible[0], &w.visible[rows - 1]);
-    if first.end >= keys.end && last.start <= keys.start {
-        return (0..rows, 0..rows);
+fn look_back(w: &mut Scratch<'_>, rows: usize, keys: usize) {
+    let mut seen = 0..0;
+    for group in 0..keys.div_ceil(TILE_ROWS) {
+        let key = group * TILE_ROWS;
+        seen = rows_that_see(w, rows, key..(key + TILE_ROWS).min(keys), seen);
+        w.seen_by[group] = seen.clone();
     }
-    let seen = &w.visible[..rows];
-    let start = |end: usize| seen.partition_point(|s| s.end < end);
-    let end = |start: usize| seen.partition_point(|s| s.start <= start);
-    let any = start(keys.start + 1);
-    let all = start(keys.end);
-    (any..end(keys.end - 1).max(any), all..end(keys.start).max(all))
+}
+
+/// Rows that see at least one of `keys`, from where the rows lie that see keys before them: starts and ends of what rows see grow with
+/// the row, and so do starts and ends of which rows see a key.
+#[inline(always)]
+fn rows_that_see(w: &Scratch<'_>, rows: usize, keys: Range<usize>, before: Range<usize>) -> Range<usize> {
+    let Range { mut start, mut end } = before;
+    while start < rows && w.visible[start].end <= keys.start {
+        start += 1;
+    }
+    end = end.max(start);
+    while end < rows && w.visible[end].start < keys.end {
+        end += 1;
+    }
+    start..end
+}
+
+/// Whether every row of `rows` sees all of `keys`.
+#[inline(always)]
+fn all_see(w: &Scratch<'_>, rows: &Range<usize>, keys: Range<usize>) -> bool {
+    rows.is_empty() || w.visible[rows.end - 1].start <= keys.start && w.visible[rows.start].end >= keys.end
 }
 
 /// The part of dq of every tile of rows: ds·K, in chunks of keys.

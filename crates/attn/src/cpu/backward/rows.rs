@@ -84,22 +84,33 @@ pub(crate) unsafe fn dots<V: Vector, E: Elem>(
         let mut sum = V::splat(0.0);
         let mut x = 0;
         while x < d {
-            let block = |(p, places): (*const E, &[usize; MAX_LANES])| -> [V; MAX_LANES] {
-                let mut block = [V::splat(0.0); MAX_LANES];
-                for i in 0..V::LANES {
-                    let p = p.add(places[i] + x);
-                    block[i] = if x + V::LANES <= d { E::load(p) } else { E::load_partial(p, d - x) };
-                }
-                V::transpose(&mut block);
-                block
-            };
-            let (a, b) = (block(a), block(b));
+            let a = columns::<V, E>(a, x, d);
+            let b = columns::<V, E>(b, x, d);
             for i in 0..V::LANES {
                 sum = b[i].fma(a[i], sum);
             }
             x += V::LANES;
         }
         sum
+    }
+}
+
+/// Columns `x .. x + LANES` of the rows, a vector each; zeros from `d` on. No closure: it would not carry the instruction set.
+#[inline(always)]
+unsafe fn columns<V: Vector, E: Elem>(
+    (rows, places): (*const E, &[usize; MAX_LANES]),
+    x: usize,
+    d: usize,
+) -> [V; MAX_LANES] {
+    // SAFETY: forwarded.
+    unsafe {
+        let mut block = [V::splat(0.0); MAX_LANES];
+        for i in 0..V::LANES {
+            let p = rows.add(places[i] + x);
+            block[i] = if x + V::LANES <= d { E::load(p) } else { E::load_partial(p, d - x) };
+        }
+        V::transpose(&mut block);
+        block
     }
 }
 
@@ -135,7 +146,7 @@ unsafe fn write_row<V: Vector>(dst: Dst, at: usize, src: *const f32, d: usize) {
     // SAFETY: forwarded.
     unsafe {
         match dst {
-            Dst::F32(p) => std::ptr::copy_nonoverlapping(src, p.add(at), d),
+            Dst::F32(p) => copy_row::<V>(src, p.add(at), d),
             Dst::Bf16(p) => {
                 for i in 0..d {
                     *p.add(at + i) = round(*src.add(i));
@@ -168,8 +179,24 @@ pub(crate) unsafe fn add_rows<V: Vector>(c: &Call<'_>, w: &Scratch<'_>, visit: &
             if visit.last {
                 write_row::<V>(c.dq.dst, at, part, d);
             } else {
-                std::ptr::copy_nonoverlapping(part, sum, d);
+                copy_row::<V>(part, sum, d);
             }
+        }
+    }
+}
+
+/// Copies `d` floats.
+#[inline(always)]
+unsafe fn copy_row<V: Vector>(src: *const f32, dst: *mut f32, d: usize) {
+    // SAFETY: forwarded.
+    unsafe {
+        let mut x = 0;
+        while x + V::LANES <= d {
+            V::load(src.add(x)).store(dst.add(x));
+            x += V::LANES;
+        }
+        for x in x..d {
+            *dst.add(x) = *src.add(x);
         }
     }
 }

@@ -172,7 +172,10 @@ pub(crate) struct Scratch<'s> {
     pub lse: *mut f32,
     pub delta: *mut f32,
     pub zeros: *mut f32,
+    /// Columns of the key tile that each row sees.
     pub visible: &'s mut [Range<usize>],
+    /// Rows of the query tile that see each group of keys.
+    pub seen_by: &'s mut [Range<usize>],
     pub offsets: &'s mut [usize],
     pub qk_stride: usize,
     pub v_stride: usize,
@@ -299,6 +302,7 @@ impl Task<'_> {
         let (l, slot) = (&self.call.layout, self.slot);
         let rows = self.call.plan.max_tile_rows().next_multiple_of(TILE_ROWS);
         let offsets = rows.max(self.call.plan.tile_k());
+        let groups = self.call.plan.tile_k().div_ceil(TILE_ROWS);
         // SAFETY: the slot was laid out by the same plan; zeroed floats are valid ranges and offsets, parts do not overlap.
         unsafe {
             Scratch {
@@ -316,6 +320,7 @@ impl Task<'_> {
                 delta: slot.add(l.delta),
                 zeros: slot.add(l.zeros),
                 visible: std::slice::from_raw_parts_mut(slot.add(l.visible).cast(), rows),
+                seen_by: std::slice::from_raw_parts_mut(slot.add(l.seen_by).cast(), groups),
                 offsets: std::slice::from_raw_parts_mut(slot.add(l.offsets).cast(), offsets),
                 qk_stride: l.qk_stride,
                 v_stride: l.v_stride,
