@@ -15,8 +15,9 @@ pub(crate) mod task;
 use std::hint::spin_loop;
 use std::sync::atomic::Ordering;
 
+use super::pack::pack_k;
 use super::task::Src;
-use super::vector::{Elem, MAX_LANES, Vector};
+use super::vector::{MAX_LANES, Vector};
 use crate::workspace::TILE_ROWS;
 use rows::{add_rows, copy_rows, dots, write_rows};
 use suanpan_base::lse::EMPTY_LSE;
@@ -110,13 +111,12 @@ unsafe fn keys<V: Vector, const N: usize>(t: &Task<'_>) {
     // SAFETY: the slot's parts hold a key tile and a query tile; offsets are checked rows.
     unsafe {
         let mut w = t.scratch();
-        std::ptr::write_bytes(w.dk, 0, unit.keys.next_multiple_of(TILE_ROWS) * w.qk_stride);
-        std::ptr::write_bytes(w.dv, 0, unit.keys.next_multiple_of(TILE_ROWS) * w.v_stride);
         let (mut loaded, mut finite_keys, mut pairs, mut rows) = (false, true, 0, 0);
         for tile in 0..len.seqlen_q.div_ceil(c.plan.tile_q()) {
             let Some(visit) = t.visit(tile) else { continue };
             if !loaded {
                 finite_keys = load_keys::<V, N>(t, &mut w);
+                clear(&w, unit.keys);
                 loaded = true;
             }
             pairs += look_up(t, &mut w, &visit);
@@ -141,44 +141,49 @@ unsafe fn keys<V: Vector, const N: usize>(t: &Task<'_>) {
     }
 }
 
+/// Zeros into the sums of dk and dv.
+#[inline(always)]
+unsafe fn clear(w: &Scratch<'_>, keys: usize) {
+    let rows = keys.next_multiple_of(TILE_ROWS);
+    // SAFETY: the slot's parts hold a key tile.
+    unsafe {
+        std::ptr::write_bytes(w.dk, 0, rows * w.qk_stride);
+        std::ptr::write_bytes(w.dv, 0, rows * w.v_stride);
+    }
+}
+
 /// Packs the tile's keys and values. Returns true when every key is finite.
+///
+/// Rows are copied before they are transposed: a copy walks memory in its own order, and so is not kept waiting by it.
 #[inline(always)]
 unsafe fn load_keys<V: Vector, const N: usize>(t: &Task<'_>, w: &mut Scratch<'_>) -> bool {
     let (c, keys, panel) = (t.call, t.unit().keys, N * V::LANES);
     let (dqk, dv) = (c.heads.head_dim_qk, c.heads.head_dim_v);
-    // SAFETY: forwarded.
+    // SAFETY: forwarded; dv is scratch until it is cleared.
     unsafe {
         std::ptr::write_bytes(w.zeros, 0, dqk.max(dv));
+        place_keys(t, &c.v, w.offsets);
+        copy_rows::<V>(c.v.src, &w.offsets[..keys], dv, w.dv, w.v_stride);
+        place_keys(t, &c.k, w.offsets);
+        let finite = copy_rows::<V>(c.k.src, &w.offsets[..keys], dqk, w.k, w.qk_stride);
         for key in 0..keys {
-            w.offsets[key] = t.key_row(&c.v, key);
+            w.offsets[key] = key * w.v_stride;
         }
-        match c.v.src {
-            Src::F32(v) => pack::<V, f32>(v, &w.offsets[..keys], dv, panel, w.zeros, w.v_panels),
-            Src::Bf16(v) => pack::<V, half::bf16>(v, &w.offsets[..keys], dv, panel, w.zeros, w.v_panels),
-        }
+        pack_k::<V, f32>(w.dv, &w.offsets[..keys], (0, keys), dv, panel, w.zeros, w.v_panels);
         for key in 0..keys {
-            w.offsets[key] = t.key_row(&c.k, key);
+            w.offsets[key] = key * w.qk_stride;
         }
-        let offsets = &w.offsets[..keys];
-        match c.k.src {
-            Src::F32(k) => pack::<V, f32>(k, offsets, dqk, panel, w.zeros, w.k_panels),
-            Src::Bf16(k) => pack::<V, half::bf16>(k, offsets, dqk, panel, w.zeros, w.k_panels),
-        }
-        copy_rows::<V>(c.k.src, offsets, dqk, w.k, w.qk_stride)
+        pack_k::<V, f32>(w.k, &w.offsets[..keys], (0, keys), dqk, panel, w.zeros, w.k_panels);
+        finite
     }
 }
 
+/// Where the rows of a key tile start.
 #[inline(always)]
-unsafe fn pack<V: Vector, E: Elem>(
-    x: *const E,
-    offsets: &[usize],
-    d: usize,
-    panel: usize,
-    zeros: *const f32,
-    dst: *mut f32,
-) {
-    // SAFETY: forwarded.
-    unsafe { super::pack::pack_k::<V, E>(x, offsets, (0, offsets.len()), d, panel, zeros.cast(), dst) }
+fn place_keys(t: &Task<'_>, source: &Source, offsets: &mut [usize]) {
+    for (key, offset) in offsets[..t.unit().keys].iter_mut().enumerate() {
+        *offset = t.key_row(source, key);
+    }
 }
 
 /// The columns of the key tile that each row sees. Returns the (row, key) pairs.
