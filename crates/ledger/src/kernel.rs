@@ -160,7 +160,8 @@ mod tests {
         assert_eq!(books.kv_read_bytes, 4 * 2 * 16 * 2);
         // The first query tile meets one key tile, the second two.
         assert_eq!(books.q_read_bytes, (2 + 4) * 4 * 16 * 4);
-        let unseen = backward_books(heads, Mask::window(1), SeqLen::new(1, 9), (DType::F32, DType::F32), 2, 2);
+        let unseen =
+            backward_books(heads, Mask::window(1), SeqLen::new(1, 9), (DType::F32, DType::F32), 2, 2);
         assert_eq!(unseen.kv_read_bytes, 2 * 16 * 4);
     }
 

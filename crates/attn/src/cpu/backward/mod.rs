@@ -8,6 +8,7 @@
 //! ```
 //! Every sum runs over rows or keys in their own order, in tiles at absolute places: bits depend on nobody else.
 
+mod ahead;
 mod products;
 mod rows;
 pub(crate) mod task;
@@ -15,12 +16,14 @@ pub(crate) mod task;
 use std::hint::spin_loop;
 use std::sync::atomic::Ordering;
 
+use suanpan_base::lse::EMPTY_LSE;
+
 use super::pack::pack_k;
 use super::task::Src;
 use super::vector::{MAX_LANES, Vector};
 use crate::workspace::TILE_ROWS;
+use ahead::Ahead;
 use rows::{add_rows, copy_rows, dots, write_rows};
-use suanpan_base::lse::EMPTY_LSE;
 use task::{Place, Scratch, Source, Task, TileRows, Visit, Work};
 
 /// Keys of a panel of K (by rows) that stays in the first-level cache while query rows stream past it.
@@ -112,7 +115,8 @@ unsafe fn keys<V: Vector, const N: usize>(t: &Task<'_>) {
     unsafe {
         let mut w = t.scratch();
         let (mut loaded, mut finite_keys, mut pairs, mut rows) = (false, true, 0, 0);
-        for tile in 0..len.seqlen_q.div_ceil(c.plan.tile_q()) {
+        let tiles = len.seqlen_q.div_ceil(c.plan.tile_q());
+        for tile in 0..tiles {
             let Some(visit) = t.visit(tile) else { continue };
             if !loaded {
                 finite_keys = load_keys::<V, N>(t, &mut w);
@@ -122,8 +126,14 @@ unsafe fn keys<V: Vector, const N: usize>(t: &Task<'_>) {
             pairs += look_up(t, &mut w, &visit);
             rows += visit.rows.count;
             let finite_rows = load_queries::<V>(t, &mut w, &visit);
-            products::tile_gradients::<V, N>(t, &mut w, &visit, finite_keys, finite_rows);
+            let next = if tile + 1 < tiles { t.visit(tile + 1) } else { None };
+            let mut ahead = Ahead::new(c, &visit, next.as_ref());
+            products::tile_gradients::<V, N>(t, &mut w, &visit, &mut ahead, (finite_keys, finite_rows));
             add_in_turn::<V>(t, &w, &visit);
+        }
+        if !loaded {
+            // Nobody sees these keys.
+            clear(&w, unit.keys);
         }
         write_rows::<V>(
             &c.dk,

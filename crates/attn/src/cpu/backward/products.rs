@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::CHUNK_KEYS;
+use super::ahead::Ahead;
 use super::task::{Scratch, Task, Visit};
 use crate::cpu::vector::{MAX_LANES, Vector};
 use crate::workspace::TILE_ROWS;
@@ -37,18 +38,18 @@ pub(crate) unsafe fn tile_gradients<V: Vector, const N: usize>(
     t: &Task<'_>,
     w: &mut Scratch<'_>,
     visit: &Visit,
-    finite_keys: bool,
-    finite_rows: bool,
+    ahead: &mut Ahead,
+    (finite_keys, finite_rows): (bool, bool),
 ) {
     let (rows, keys) = (visit.rows.count, t.unit().keys);
     let (dqk, dv) = (t.call.heads.head_dim_qk, t.call.heads.head_dim_v);
     // SAFETY: forwarded; every pointer below stays inside its part of the slot.
     unsafe {
         look_back(w, rows, keys);
-        scores::<V, N>(t, w, rows, keys);
+        scores::<V, N>(t, w, ahead, rows, keys);
         clear_beside::<V, N>(w, rows, keys);
-        key_gradients::<V, N>(w, rows, keys, (w.p, w.d_out, w.v_stride), (w.dv, dv), finite_rows);
-        key_gradients::<V, N>(w, rows, keys, (w.ds, w.q, w.qk_stride), (w.dk, dqk), finite_rows);
+        key_gradients::<V, N>(w, ahead, rows, keys, (w.p, w.d_out, w.v_stride), (w.dv, dv), finite_rows);
+        key_gradients::<V, N>(w, ahead, rows, keys, (w.ds, w.q, w.qk_stride), (w.dk, dqk), finite_rows);
         query_gradients::<V, N>(w, rows, keys, dqk, finite_keys);
     }
 }
@@ -64,7 +65,13 @@ fn span(w: &Scratch<'_>, rows: usize, tile: usize) -> Option<Span> {
 
 /// p and ds for every tile and panel with a visible pair. Panels outside, so that one stays close while tiles stream.
 #[inline(always)]
-unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, rows: usize, keys: usize) {
+unsafe fn scores<V: Vector, const N: usize>(
+    t: &Task<'_>,
+    w: &Scratch<'_>,
+    ahead: &mut Ahead,
+    rows: usize,
+    keys: usize,
+) {
     let (c, panel) = (t.call, N * V::LANES);
     let (dqk, dv) = (c.heads.head_dim_qk, c.heads.head_dim_v);
     let mut left = 0;
@@ -75,6 +82,7 @@ unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, rows:
                 if span.from >= left + panel || span.to <= left {
                     continue;
                 }
+                ahead.ask::<V>();
                 let vectors = (span.to - left).min(panel).div_ceil(V::LANES);
                 let masked = span.all_from > left || span.all_to < left + vectors * V::LANES;
                 let row = tile * TILE_ROWS;
@@ -240,6 +248,7 @@ unsafe fn clear_beside<V: Vector, const N: usize>(w: &Scratch<'_>, rows: usize, 
 #[inline(always)]
 unsafe fn key_gradients<V: Vector, const N: usize>(
     w: &Scratch<'_>,
+    ahead: &mut Ahead,
     rows: usize,
     keys: usize,
     (a, b, stride): (*const f32, *const f32, usize),
@@ -252,6 +261,7 @@ unsafe fn key_gradients<V: Vector, const N: usize>(
         let vectors = (d - left).min(panel).div_ceil(V::LANES);
         for group in 0..keys.div_ceil(TILE_ROWS) {
             let (key, seen) = (group * TILE_ROWS, &w.seen_by[group]);
+            ahead.ask::<V>();
             // SAFETY: within the slot's parts.
             unsafe {
                 let (a, b, c) = (a.add(key), b.add(left), c.add(key * stride + left));
@@ -268,7 +278,7 @@ unsafe fn key_gradients<V: Vector, const N: usize>(
                 }
                 // A weight of 0 must not let a row through that may not see the key: 0 · NaN is NaN.
                 for i in 0..TILE_ROWS.min(keys - key) {
-                    let seen = rows_that_see(w, rows, key + i..key + i + 1, seen.clone());
+                    let seen = rows_that_see(w, rows, key + i..key + i + 1, seen.start..seen.start);
                     let (a, c) = (a.add(seen.start * w.p_stride + i), c.add(i * stride));
                     let b = b.add(seen.start * stride);
                     let steps = seen.len();
@@ -291,8 +301,8 @@ fn look_back(w: &mut Scratch<'_>, rows: usize, keys: usize) {
     }
 }
 
-/// Rows that see at least one of `keys`, from where the rows lie that see keys before them: starts and ends of what rows see grow with
-/// the row, and so do starts and ends of which rows see a key.
+/// Rows that see at least one of `keys`, walking on from bounds that are not past them (those of keys before): starts and ends of what
+/// rows see grow with the row, and so do starts and ends of which rows see a key.
 #[inline(always)]
 fn rows_that_see(w: &Scratch<'_>, rows: usize, keys: Range<usize>, before: Range<usize>) -> Range<usize> {
     let Range { mut start, mut end } = before;

@@ -143,6 +143,11 @@ impl TileRows {
     pub fn token_and_head(&self, row: usize) -> (usize, usize) {
         (self.token + row / self.group, self.kv_head * self.group + row % self.group)
     }
+
+    /// As many rows, numbered from 0 as tokens of one head.
+    pub fn counted(&self) -> TileRows {
+        TileRows { token: 0, kv_head: 0, group: 1, ..*self }
+    }
 }
 
 /// A query tile as its key tile meets it.
