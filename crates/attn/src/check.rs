@@ -90,7 +90,7 @@ fn check_head_scores(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgument> {
 }
 
 /// One past the last element of a strided block; `None` past `usize`.
-fn extent(dims: &[(usize, usize)], width: usize) -> Option<usize> {
+pub(crate) fn extent(dims: &[(usize, usize)], width: usize) -> Option<usize> {
     let mut last = 0usize;
     for &(count, stride) in dims {
         last = last.checked_add((count - 1).checked_mul(stride)?)?;
@@ -124,24 +124,31 @@ fn check_rows(
 
 /// Two rows of the output must not share an element: tasks write them from different threads.
 fn check_disjoint(
-    (token, head): (usize, usize),
+    strides: (usize, usize),
     tokens: usize,
     heads: usize,
     width: usize,
 ) -> Result<(), BadArgument> {
-    if tokens == 0 {
+    if rows_are_disjoint(strides, tokens, heads, width) {
         return Ok(());
     }
+    let asked = format!("(token {}, head {})", strides.0, strides.1);
+    Err(refuse("out strides", asked, format!("rows of {width} elements that do not overlap")))
+}
+
+/// Whether no two of `tokens` × `heads` rows of `width` elements share an element.
+pub(crate) fn rows_are_disjoint(
+    (token, head): (usize, usize),
+    tokens: usize,
+    heads: usize,
+    width: usize,
+) -> bool {
     let nested = |inner: usize, n_inner: usize, outer: usize, n_outer: usize| {
         let inner_ok = n_inner == 1 || inner >= width;
         let span = (n_inner - 1).checked_mul(inner).and_then(|x| x.checked_add(width));
         inner_ok && (n_outer == 1 || span.is_some_and(|s| outer >= s))
     };
-    if nested(head, heads, token, tokens) || nested(token, tokens, head, heads) {
-        return Ok(());
-    }
-    let asked = format!("(token {token}, head {head})");
-    Err(refuse("out strides", asked, format!("rows of {width} elements that do not overlap")))
+    tokens == 0 || nested(head, heads, token, tokens) || nested(token, tokens, head, heads)
 }
 
 fn check_contiguous(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgument> {

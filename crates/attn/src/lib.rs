@@ -3,8 +3,10 @@
 //! ```text
 //! Problem + Machine + Limits -> Plan::new -> schedule(lengths) -> run(plan, args, workspace, books)
 //! ```
-//! Deliberately no positions, no projections and no cache policy: K and V arrive written, contiguous or paged.
+//! Gradients go the same way: `BackwardPlan`, `run_backward`. Deliberately no positions, no projections and no cache policy: K and V
+//! arrive written, contiguous or paged.
 
+pub mod backward;
 mod check;
 pub mod cpu;
 pub mod plan;
@@ -13,6 +15,7 @@ pub mod reference;
 pub mod run;
 pub mod workspace;
 
+pub use backward::{BackwardArgs, BackwardPlan, BackwardWorkspace, run_backward};
 pub use cpu::detect::{Isa, Machine};
 pub use plan::{Kernel, Limits, Plan};
 pub use problem::{KvLayout, Problem, Scores};

@@ -11,7 +11,7 @@ pub(crate) const TILE_ROWS: usize = 6;
 /// Widths are padded to this many floats: two vectors of the widest instruction set.
 const WIDTH_PAD: usize = 32;
 /// Floats a cache line.
-const LINE: usize = 16;
+pub(crate) const LINE: usize = 16;
 
 /// How many floats, rows and counters a plan needs.
 #[derive(Clone, Copy, Debug, Default)]
@@ -126,7 +126,7 @@ impl Sizes {
 }
 
 /// Zeroed floats on a cache-line boundary; the operating system makes pages resident as they are touched.
-struct Floats {
+pub(crate) struct Floats {
     start: NonNull<f32>,
     layout: Layout,
 }
@@ -137,7 +137,7 @@ unsafe impl Send for Floats {}
 unsafe impl Sync for Floats {}
 
 impl Floats {
-    fn new(len: usize) -> Floats {
+    pub fn new(len: usize) -> Floats {
         let bytes = len.max(LINE) * size_of::<f32>();
         let layout = Layout::from_size_align(bytes, 128).expect("plan sizes are checked products");
         // SAFETY: the size is not zero.
@@ -146,6 +146,11 @@ impl Floats {
             Some(start) => Floats { start, layout },
             None => handle_alloc_error(layout),
         }
+    }
+
+    /// The first of the floats.
+    pub fn start(&mut self) -> *mut f32 {
+        self.start.as_ptr()
     }
 }
 
@@ -194,6 +199,6 @@ impl Workspace {
 
     /// Starts of: thread slots, partial outputs, partial lse.
     pub(crate) fn starts(&mut self) -> (*mut f32, *mut f32, *mut f32) {
-        (self.slots.start.as_ptr(), self.partial_out.start.as_ptr(), self.partial_lse.start.as_ptr())
+        (self.slots.start(), self.partial_out.start(), self.partial_lse.start())
     }
 }

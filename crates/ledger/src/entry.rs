@@ -31,6 +31,19 @@ pub struct AttnBooks {
     pub kv_write_bytes: u64,
 }
 
+/// What the backward pass of attention did, or should do, for one sequence.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct BackwardBooks {
+    /// Visible (query, key) pairs, summed over query heads.
+    pub pairs: u64,
+    /// 2 · pairs · (3 · head_dim_qk + 2 · head_dim_v): scores and their gradients, dV, dK and dQ. With equal widths 2.5 × forward.
+    pub flops: u64,
+    /// Key and value bytes loaded, once per key tile and kv head.
+    pub kv_read_bytes: u64,
+    /// Query and output-gradient bytes loaded, once per pair of a query tile and a key tile that see each other.
+    pub q_read_bytes: u64,
+}
+
 macro_rules! additive {
     ($type:ident, $($field:ident),+) => {
         impl Add for $type {
@@ -54,6 +67,7 @@ macro_rules! additive {
 
 additive!(Entry, flops, device_read_bytes, device_write_bytes, link_bytes);
 additive!(AttnBooks, pairs, flops, kv_read_bytes, kv_write_bytes);
+additive!(BackwardBooks, pairs, flops, kv_read_bytes, q_read_bytes);
 
 #[cfg(test)]
 mod tests {

@@ -5,7 +5,7 @@
 
 use suanpan_base::{DType, HeadShape, Mask, SeqLen};
 
-use crate::entry::{AttnBooks, Entry};
+use crate::entry::{AttnBooks, BackwardBooks, Entry};
 
 /// Forward FLOPs of `pairs` visible pairs (already summed over query heads): QKᵀ and P·V, two each per element.
 pub const fn forward_flops(pairs: u64, heads: HeadShape) -> u64 {
@@ -43,6 +43,49 @@ pub fn attention_books(
         flops: forward_flops(pairs, heads),
         kv_read_bytes: keys_loaded * per_key,
         kv_write_bytes: 0,
+    }
+}
+
+/// Backward FLOPs of `pairs` visible pairs (already summed over query heads): five products, of which scores, dQ and dK are
+/// head_dim_qk deep and dP and dV head_dim_v (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+pub const fn backward_flops(pairs: u64, heads: HeadShape) -> u64 {
+    2 * pairs * (3 * heads.head_dim_qk + 2 * heads.head_dim_v) as u64
+}
+
+/// Books of one sequence in one backward call that walks keys in tiles of `tile_k` tokens and, for each, queries in tiles of
+/// `tile_q` tokens. A key tile that no query tile sees loads nothing.
+pub fn backward_books(
+    heads: HeadShape,
+    mask: Mask,
+    len: SeqLen,
+    (q_dtype, kv_dtype): (DType, DType),
+    tile_q: usize,
+    tile_k: usize,
+) -> BackwardBooks {
+    assert!(tile_q >= 1 && tile_k >= 1, "a tile holds at least one token");
+    let pairs = mask.visible_pairs(len) * heads.num_q_heads as u64;
+    // Hulls grow with the query tile, so the key tiles that are seen form runs: count each key tile when it comes up first.
+    let (mut tokens_loaded, mut keys_loaded, mut next_key) = (0u64, 0u64, 0usize);
+    let mut row = 0;
+    while row < len.seqlen_q {
+        let end = (row + tile_q).min(len.seqlen_q);
+        let hull = mask.visible_hull(len, row..end);
+        if !hull.is_empty() {
+            let (first, last) = (hull.start / tile_k, (hull.end - 1) / tile_k);
+            tokens_loaded += ((last - first + 1) * (end - row)) as u64;
+            let from = next_key.max(first * tile_k);
+            let to = ((last + 1) * tile_k).min(len.seqlen_k);
+            keys_loaded += to.saturating_sub(from) as u64;
+            next_key = next_key.max(to);
+        }
+        row = end;
+    }
+    let q_bytes = heads.num_q_heads * (heads.head_dim_qk + heads.head_dim_v) * q_dtype.bytes();
+    BackwardBooks {
+        pairs,
+        flops: backward_flops(pairs, heads),
+        kv_read_bytes: keys_loaded * kv_write_bytes(heads, 1, kv_dtype),
+        q_read_bytes: tokens_loaded * q_bytes as u64,
     }
 }
 
@@ -106,6 +149,20 @@ mod tests {
         assert_eq!(causal.kv_read_bytes, (2 + 4) * 2 * 16 * 4);
         let window = attention_books(heads, Mask::window(1), len, DType::F32, 1);
         assert_eq!(window.kv_read_bytes, 4 * 2 * 16 * 4);
+    }
+
+    #[test]
+    fn backward_is_five_products_and_loads_what_tiles_see() {
+        let heads = HeadShape::new(4, 2, 8);
+        let len = SeqLen::new(4, 4);
+        let books = backward_books(heads, Mask::CAUSAL, len, (DType::F32, DType::Bf16), 2, 2);
+        assert_eq!(2 * books.flops, 5 * attention_books(heads, Mask::CAUSAL, len, DType::F32, 2).flops);
+        assert_eq!(books.kv_read_bytes, 4 * 2 * 16 * 2);
+        // The first query tile meets one key tile, the second two.
+        assert_eq!(books.q_read_bytes, (2 + 4) * 4 * 16 * 4);
+        let unseen =
+            backward_books(heads, Mask::window(1), SeqLen::new(1, 9), (DType::F32, DType::F32), 2, 2);
+        assert_eq!(unseen.kv_read_bytes, 2 * 16 * 4);
     }
 
     #[test]

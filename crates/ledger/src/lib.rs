@@ -10,5 +10,5 @@ pub mod reconcile;
 pub mod report;
 pub mod shapes;
 
-pub use entry::{AttnBooks, Entry};
+pub use entry::{AttnBooks, BackwardBooks, Entry};
 pub use reconcile::reconcile;

@@ -4,6 +4,7 @@ use std::arch::x86_64::*;
 
 use half::bf16;
 
+use super::backward;
 use super::task::{Counts, Task};
 use super::vector::{MAX_LANES, Vector};
 
@@ -105,6 +106,11 @@ unsafe impl Vector for Ymm {
     unsafe fn max(self, b: Ymm) -> Ymm {
         // SAFETY: as Vector.
         unsafe { Ymm(_mm256_max_ps(self.0, b.0)) }
+    }
+    #[inline(always)]
+    unsafe fn min(self, b: Ymm) -> Ymm {
+        // SAFETY: as Vector.
+        unsafe { Ymm(_mm256_min_ps(self.0, b.0)) }
     }
     #[inline(always)]
     unsafe fn fma(self, b: Ymm, c: Ymm) -> Ymm {
@@ -221,6 +227,16 @@ unsafe impl Vector for Ymm {
 pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Ymm, 2>(t) }
+}
+
+/// The backward task on AVX2 and FMA.
+///
+/// # Safety
+/// As `backward::run`, on a processor with these features.
+#[target_feature(enable = "avx2,fma")]
+pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
+    // SAFETY: forwarded.
+    unsafe { backward::run_with::<Ymm, 2>(t) }
 }
 
 /// A plain read of memory.

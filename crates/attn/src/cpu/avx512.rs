@@ -4,6 +4,7 @@ use std::arch::x86_64::*;
 
 use half::bf16;
 
+use super::backward;
 use super::task::{Counts, Task};
 use super::vector::{MAX_LANES, Vector};
 
@@ -98,6 +99,11 @@ unsafe impl Vector for Zmm {
     unsafe fn max(self, b: Zmm) -> Zmm {
         // SAFETY: as Vector.
         unsafe { Zmm(_mm512_max_ps(self.0, b.0)) }
+    }
+    #[inline(always)]
+    unsafe fn min(self, b: Zmm) -> Zmm {
+        // SAFETY: as Vector.
+        unsafe { Zmm(_mm512_min_ps(self.0, b.0)) }
     }
     #[inline(always)]
     unsafe fn fma(self, b: Zmm, c: Zmm) -> Zmm {
@@ -214,6 +220,16 @@ unsafe impl Vector for Zmm {
 pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Zmm, 4>(t) }
+}
+
+/// The backward task on AVX-512.
+///
+/// # Safety
+/// As `backward::run`, on a processor with these features.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
+pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
+    // SAFETY: forwarded.
+    unsafe { backward::run_with::<Zmm, 4>(t) }
 }
 
 /// A plain read of memory.

@@ -7,6 +7,7 @@ mod ahead;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub(crate) mod backward;
 pub mod detect;
 mod direct;
 #[cfg(target_arch = "aarch64")]

@@ -4,6 +4,7 @@ use std::arch::aarch64::*;
 
 use half::bf16;
 
+use super::backward;
 use super::task::{Counts, Task};
 use super::vector::{MAX_LANES, Vector};
 
@@ -91,6 +92,11 @@ unsafe impl Vector for Quad {
     unsafe fn max(self, b: Quad) -> Quad {
         // SAFETY: as Vector. A compare and a select, because FMAX would turn (NaN, number) into NaN on both sides.
         unsafe { Quad(vbslq_f32(vcgtq_f32(self.0, b.0), self.0, b.0)) }
+    }
+    #[inline(always)]
+    unsafe fn min(self, b: Quad) -> Quad {
+        // SAFETY: as Vector. A compare and a select, as for `max`.
+        unsafe { Quad(vbslq_f32(vcltq_f32(self.0, b.0), self.0, b.0)) }
     }
     #[inline(always)]
     unsafe fn fma(self, b: Quad, c: Quad) -> Quad {
@@ -183,6 +189,16 @@ unsafe impl Vector for Quad {
 pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Quad, 4>(t) }
+}
+
+/// The backward task on Advanced SIMD.
+///
+/// # Safety
+/// As `backward::run`.
+#[target_feature(enable = "neon")]
+pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
+    // SAFETY: forwarded.
+    unsafe { backward::run_with::<Quad, 4>(t) }
 }
 
 /// A plain read of memory.

@@ -2,6 +2,7 @@
 
 use half::bf16;
 
+use super::backward;
 use super::task::{Counts, Task};
 use super::vector::{MAX_LANES, Vector};
 
@@ -96,6 +97,10 @@ unsafe impl Vector for Lanes {
         self.zip(b, |x, y| if x > y { x } else { y })
     }
     #[inline(always)]
+    unsafe fn min(self, b: Lanes) -> Lanes {
+        self.zip(b, |x, y| if x < y { x } else { y })
+    }
+    #[inline(always)]
     unsafe fn fma(self, b: Lanes, c: Lanes) -> Lanes {
         let mut x = self.0;
         for i in 0..L {
@@ -171,6 +176,15 @@ unsafe impl Vector for Lanes {
 pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Lanes, 2>(t) }
+}
+
+/// The backward task on plain lanes.
+///
+/// # Safety
+/// As `backward::run`.
+pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
+    // SAFETY: forwarded.
+    unsafe { backward::run_with::<Lanes, 2>(t) }
 }
 
 /// A plain read of memory.

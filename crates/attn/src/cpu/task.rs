@@ -19,14 +19,15 @@ pub(crate) enum Src {
     Bf16(*const bf16),
 }
 
+/// The same, to be written.
 #[derive(Clone, Copy)]
-enum Dst {
+pub(crate) enum Dst {
     F32(*mut f32),
     Bf16(*mut bf16),
 }
 
 impl Src {
-    fn of(buf: Buf<'_>) -> Src {
+    pub fn of(buf: Buf<'_>) -> Src {
         match buf {
             Buf::F32(x) => Src::F32(x.as_ptr()),
             Buf::Bf16(x) => Src::Bf16(x.as_ptr()),

@@ -42,6 +42,8 @@ pub(crate) unsafe trait Vector: Copy {
     unsafe fn if_less(self, b: Self, x: Self, y: Self) -> Self;
     /// The larger; `b` where either is NaN or both are equal.
     unsafe fn max(self, b: Self) -> Self;
+    /// The smaller; `b` where either is NaN or both are equal.
+    unsafe fn min(self, b: Self) -> Self;
     /// `self * b + c`, rounded once where the instruction set can.
     unsafe fn fma(self, b: Self, c: Self) -> Self;
     /// Nearest integer.

@@ -1,6 +1,8 @@
 //! A problem with its data: built from a seed, run on any machine, judged against the f64 oracle and plain f32 attention.
 #![allow(dead_code)] // each test binary uses a part
 
+pub mod backward;
+
 use half::bf16;
 use rayon::ThreadPool;
 use suanpan_attn::reference::{self, Spec};

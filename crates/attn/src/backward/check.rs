@@ -1,0 +1,115 @@
+//! Everything a backward run refuses, before any output is touched; after it, every address a kernel forms is in range.
+
+use suanpan_base::error::checked_product;
+use suanpan_base::{BadArgument, DType};
+use suanpan_ledger::BackwardBooks;
+
+use super::plan::BackwardPlan;
+use super::run::BackwardArgs;
+use super::workspace::{BackwardWorkspace, Sizes};
+use crate::check::{extent, rows_are_disjoint};
+
+const OP: &str = "attention backward";
+
+fn refuse(
+    field: impl Into<String>,
+    asked: impl std::fmt::Display,
+    supported: impl std::fmt::Display,
+) -> BadArgument {
+    BadArgument::new(OP, field, asked, supported)
+}
+
+/// One strided buffer of a call.
+struct Rows {
+    field: &'static str,
+    dtype: DType,
+    len: usize,
+    strides: (usize, usize),
+    /// As planned: element type, tokens, heads, width.
+    want: DType,
+    tokens: usize,
+    heads: usize,
+    width: usize,
+    written: bool,
+}
+
+/// Checks a call whole: element types, strides, lengths, the workspace.
+pub(crate) fn check(
+    plan: &BackwardPlan,
+    args: &BackwardArgs<'_>,
+    ws: &BackwardWorkspace,
+    books: &[BackwardBooks],
+) -> Result<(), BadArgument> {
+    for rows in buffers(plan, args) {
+        check_rows(&rows)?;
+    }
+    if books.len() != plan.seqs.len() {
+        return Err(refuse("books", books.len(), format!("one a sequence: {}", plan.seqs.len())));
+    }
+    if let Some((field, need, have)) = ws.sizes.lacks(&Sizes::of(plan)) {
+        let supported = format!("at least {need}: made for this plan");
+        return Err(refuse(format!("workspace ({field})"), have, supported));
+    }
+    let want = checked_product(OP, "lse", &[plan.total_q, plan.problem.heads.num_q_heads])?;
+    for (field, len) in [("lse length", Some(args.lse.len())), ("d_lse length", args.d_lse.map(<[f32]>::len))]
+    {
+        if let Some(len) = len
+            && len != want
+        {
+            return Err(refuse(field, len, format!("num_q_heads x total_q = {want}")));
+        }
+    }
+    Ok(())
+}
+
+#[rustfmt::skip]
+fn buffers(plan: &BackwardPlan, args: &BackwardArgs<'_>) -> [Rows; 8] {
+    let p = &plan.problem;
+    let row = |field, (dtype, len), strides, queries: bool, width, written| Rows {
+        field, dtype, len, strides, width, written,
+        want: if queries { p.q_dtype } else { p.kv_dtype },
+        tokens: if queries { plan.total_q } else { plan.total_k },
+        heads: if queries { p.heads.num_q_heads } else { p.heads.num_kv_heads },
+    };
+    let read = |b: &suanpan_base::Buf<'_>| (b.dtype(), b.len());
+    let write = |b: &suanpan_base::BufMut<'_>| (b.dtype(), b.len());
+    let (dqk, dv) = (p.heads.head_dim_qk, p.heads.head_dim_v);
+    [
+        row("q", read(&args.q), args.q_strides, true, dqk, false),
+        row("k", read(&args.k), args.k_strides, false, dqk, false),
+        row("v", read(&args.v), args.v_strides, false, dv, false),
+        row("out", read(&args.out), args.out_strides, true, dv, false),
+        row("d_out", read(&args.d_out), args.d_out_strides, true, dv, false),
+        row("dq", write(&args.dq), args.dq_strides, true, dqk, true),
+        row("dk", write(&args.dk), args.dk_strides, false, dqk, true),
+        row("dv", write(&args.dv), args.dv_strides, false, dv, true),
+    ]
+}
+
+fn check_rows(r: &Rows) -> Result<(), BadArgument> {
+    let field = r.field;
+    if r.dtype != r.want {
+        return Err(refuse(format!("{field} dtype"), r.dtype, format!("{}, as planned", r.want)));
+    }
+    if r.tokens == 0 {
+        return Ok(());
+    }
+    let (token, head) = r.strides;
+    match extent(&[(r.tokens, token), (r.heads, head)], r.width) {
+        None => {
+            let asked = format!("(token {token}, head {head})");
+            return Err(refuse(format!("{field} strides"), asked, "offsets below 2^64"));
+        }
+        Some(need) if need > r.len => {
+            let supported = format!("at least {need} elements for these strides");
+            return Err(refuse(format!("{field} length"), r.len, supported));
+        }
+        Some(_) => {}
+    }
+    if r.written && !rows_are_disjoint(r.strides, r.tokens, r.heads, r.width) {
+        let asked = format!("(token {token}, head {head})");
+        let supported = format!("rows of {} elements that do not overlap", r.width);
+        return Err(refuse(format!("{field} strides"), asked, supported));
+    }
+    Ok(())
+}

@@ -1,0 +1,347 @@
+//! The plan of a backward call: tiles of queries and keys, and an order of tasks in which sums of dq can be ordered.
+//!
+//! A unit is one task: one key tile of one sequence and kv head, against every query tile that sees it. It owns its rows of dk and dv.
+//! dq is summed over key tiles in their order: a task waits, for each query tile, until the key tile before it has added its part.
+//! Units of one head stand in the queue in that order, so whoever is waited for is already running.
+
+use std::fmt;
+use std::ops::Range;
+
+use suanpan_base::error::checked_product;
+use suanpan_base::{BadArgument, DType, SeqLen};
+use suanpan_ledger::{BackwardBooks, kernel};
+
+use crate::cpu::detect::Machine;
+use crate::plan::Limits;
+use crate::problem::{KvLayout, Problem, Scores};
+
+/// The name under which this file refuses a request.
+const OP: &str = "attention backward plan";
+
+/// Rows (query tokens × group) of a query tile: whole register tiles of 6 rows, and one panel of 96 rows × 64 columns of q or d_out
+/// (24 KiB) stays in the first-level cache while the products for dk and dv stream past it.
+const TILE_ROWS_Q: usize = 96;
+
+/// One key tile of one sequence and kv head.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct BackwardUnit {
+    pub seq: u32,
+    pub kv_head: u32,
+    pub key_start: usize,
+    pub keys: usize,
+    /// (query, key) pairs of this tile and of all later ones of its head, about: falls from tile to tile.
+    remaining: u64,
+}
+
+/// A sequence with its place in the packed buffers.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct BackwardSeq {
+    pub len: SeqLen,
+    pub q_start: usize,
+    pub k_start: usize,
+    /// Query tiles of all sequences before it.
+    pub first_tile: usize,
+}
+
+/// Tiles and order of tasks for a batch of sequences. Made once per problem; rescheduled per call without allocation.
+#[derive(Clone, Debug)]
+pub struct BackwardPlan {
+    pub(crate) problem: Problem,
+    pub(crate) machine: Machine,
+    pub(crate) limits: Limits,
+    pub(crate) seqs: Vec<BackwardSeq>,
+    pub(crate) units: Vec<BackwardUnit>,
+    /// (sequence, query tile), in order.
+    pub(crate) tiles: Vec<(u32, u32)>,
+    pub(crate) total_q: usize,
+    pub(crate) total_k: usize,
+}
+
+impl BackwardPlan {
+    /// A plan for `problem` on `machine` with room for schedules within `limits`. Refuses unsupported shapes and sizes by name.
+    pub fn new(problem: &Problem, machine: &Machine, limits: Limits) -> Result<BackwardPlan, BadArgument> {
+        problem.check()?;
+        if let KvLayout::Paged { .. } = problem.kv {
+            return Err(BadArgument::new(OP, "kv", problem.kv, KvLayout::Contiguous));
+        }
+        if problem.scores != Scores::default() {
+            let asked = problem.scores.to_string();
+            return Err(BadArgument::new(
+                OP,
+                "scores",
+                asked,
+                "scale and mask alone: no softcap, ALiBi or sink",
+            ));
+        }
+        for (field, n) in [("max_seqs", limits.max_seqs), ("max_total_q", limits.max_total_q)] {
+            if n > u32::MAX as usize {
+                return Err(BadArgument::new(OP, field, n, "at most 2^32 - 1"));
+            }
+        }
+        let mut plan = BackwardPlan {
+            problem: *problem,
+            machine: *machine,
+            limits,
+            seqs: Vec::new(),
+            units: Vec::new(),
+            tiles: Vec::new(),
+            total_q: 0,
+            total_k: 0,
+        };
+        plan.check_sizes()?;
+        plan.seqs.reserve_exact(limits.max_seqs);
+        plan.tiles.reserve_exact(plan.max_tiles());
+        plan.units.reserve_exact(plan.max_units());
+        Ok(plan)
+    }
+
+    /// What the plan is for.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// Products that later code multiplies without checks.
+    fn check_sizes(&self) -> Result<(), BadArgument> {
+        let (h, l) = (self.problem.heads, self.limits);
+        let width = h.head_dim_qk + h.head_dim_v + 64;
+        checked_product(OP, "max_total_q", &[l.max_total_q, h.num_q_heads, width, 8])?;
+        let tiles = l.max_seqlen_k.div_ceil(self.tile_k());
+        checked_product(OP, "max_seqs", &[l.max_seqs, tiles, h.num_kv_heads, size_of::<BackwardUnit>()])?;
+        checked_product(OP, "max_seqs", &[l.max_seqs, h.num_q_heads, 64])?;
+        checked_product(OP, "max_seqlen_k", &[l.max_seqlen_k, h.num_kv_heads, width, 8])?;
+        Ok(())
+    }
+
+    /// Query tokens of a full tile: a pure rule on the heads.
+    pub fn tile_q(&self) -> usize {
+        (TILE_ROWS_Q / self.problem.heads.group_size()).max(1)
+    }
+
+    /// Keys of a full tile: a pure rule on the heads, in multiples of 6 (rows of a register tile of dk and dv).
+    pub fn tile_k(&self) -> usize {
+        let h = self.problem.heads;
+        // K twice (transposed and by rows), V, dk and dv of a tile, 1 MiB at most, beside a query tile in a 2 MiB second-level cache.
+        match h.head_dim_qk.max(h.head_dim_v) {
+            0..=128 => 384,
+            129..=256 => 192,
+            _ => 96,
+        }
+    }
+
+    /// What the ledger expects one call of a sequence of this length to compute and read.
+    pub fn predicted(&self, len: SeqLen) -> BackwardBooks {
+        let p = &self.problem;
+        kernel::backward_books(p.heads, p.mask, len, (p.q_dtype, p.kv_dtype), self.tile_q(), self.tile_k())
+    }
+
+    /// Lays out a batch. Nothing is allocated within the limits; past them it is a refusal and the plan keeps its old schedule.
+    pub fn schedule(&mut self, seqs: &[SeqLen]) -> Result<(), BadArgument> {
+        self.check_lengths(seqs)?;
+        self.seqs.clear();
+        self.units.clear();
+        self.tiles.clear();
+        (self.total_q, self.total_k) = (0, 0);
+        for (i, &len) in seqs.iter().enumerate() {
+            let (q_start, k_start, first_tile) = (self.total_q, self.total_k, self.tiles.len());
+            self.seqs.push(BackwardSeq { len, q_start, k_start, first_tile });
+            self.total_q += len.seqlen_q;
+            self.total_k += len.seqlen_k;
+            let tiles = len.seqlen_q.div_ceil(self.tile_q());
+            self.tiles.extend((0..tiles).map(|tile| (i as u32, tile as u32)));
+            self.push_units(i as u32, len);
+        }
+        // Long chains first; along a chain the rest shrinks, or stays and the position decides: the order that sums of dq need.
+        self.units.sort_unstable_by_key(|u| (std::cmp::Reverse(u.remaining), u.key_start, u.seq, u.kv_head));
+        Ok(())
+    }
+
+    fn push_units(&mut self, seq: u32, len: SeqLen) {
+        let (tile_k, mut remaining) = (self.tile_k(), 0);
+        for tile in (0..len.seqlen_k.div_ceil(tile_k)).rev() {
+            let key_start = tile * tile_k;
+            let keys = tile_k.min(len.seqlen_k - key_start);
+            let rows = self.rows_that_see(len, key_start..key_start + keys);
+            remaining += (rows.len() * keys) as u64;
+            for kv_head in 0..self.problem.heads.num_kv_heads as u32 {
+                self.units.push(BackwardUnit { seq, kv_head, key_start, keys, remaining });
+            }
+        }
+    }
+
+    /// Query tokens of a sequence that may see a key of `keys`; starts and ends of visible ranges grow with the token.
+    fn rows_that_see(&self, len: SeqLen, keys: Range<usize>) -> Range<usize> {
+        let first = |stop: &dyn Fn(Range<usize>) -> bool| {
+            let (mut low, mut high) = (0, len.seqlen_q);
+            while low < high {
+                let middle = low + (high - low) / 2;
+                if stop(self.problem.mask.visible(len, middle)) {
+                    high = middle;
+                } else {
+                    low = middle + 1;
+                }
+            }
+            low
+        };
+        let start = first(&|seen| seen.end > keys.start);
+        start..first(&|seen| seen.start >= keys.end).max(start)
+    }
+
+    /// Keys that query tile `tile` of a sequence of this length may see (its hull).
+    pub(crate) fn hull(&self, len: SeqLen, tile: usize) -> Range<usize> {
+        let start = tile * self.tile_q();
+        self.problem.mask.visible_hull(len, start..(start + self.tile_q()).min(len.seqlen_q))
+    }
+
+    fn check_lengths(&self, seqs: &[SeqLen]) -> Result<(), BadArgument> {
+        let l = self.limits;
+        if seqs.len() > l.max_seqs {
+            let most = format!("at most max_seqs = {}", l.max_seqs);
+            return Err(BadArgument::new(OP, "seqs", seqs.len(), most));
+        }
+        let (mut total_q, mut total_k) = (0usize, 0usize);
+        for (i, s) in seqs.iter().enumerate() {
+            if s.seqlen_k > l.max_seqlen_k {
+                let most = format!("at most max_seqlen_k = {}", l.max_seqlen_k);
+                return Err(BadArgument::new(OP, format!("seqs[{i}].seqlen_k"), s.seqlen_k, most));
+            }
+            total_q = total_q.saturating_add(s.seqlen_q);
+            total_k = total_k.saturating_add(s.seqlen_k);
+        }
+        if total_q > l.max_total_q {
+            let most = format!("at most max_total_q = {}", l.max_total_q);
+            return Err(BadArgument::new(OP, "total seqlen_q", total_q, most));
+        }
+        if total_k > isize::MAX as usize {
+            return Err(BadArgument::new(OP, "total seqlen_k", total_k, "below 2^63"));
+        }
+        Ok(())
+    }
+
+    /// Rows of the widest query tile: query tokens × group.
+    pub(crate) fn max_tile_rows(&self) -> usize {
+        self.tile_q().min(self.limits.max_total_q.max(1)) * self.problem.heads.group_size()
+    }
+
+    /// Query tiles that a schedule within the limits can need.
+    pub(crate) fn max_tiles(&self) -> usize {
+        self.limits.max_total_q / self.tile_q() + self.limits.max_seqs.min(self.limits.max_total_q)
+    }
+
+    fn max_units(&self) -> usize {
+        let tiles = self.limits.max_seqlen_k.div_ceil(self.tile_k());
+        self.limits.max_seqs * tiles * self.problem.heads.num_kv_heads
+    }
+
+    /// Whether dq is summed in the workspace: narrower elements cannot hold sums.
+    pub(crate) fn sums_apart(&self) -> bool {
+        self.problem.q_dtype != DType::F32
+    }
+
+    /// Bytes of the workspace that this plan alone needs.
+    pub fn workspace_bytes(&self) -> usize {
+        super::workspace::Sizes::of(self).bytes()
+    }
+}
+
+impl fmt::Display for BackwardPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let p = &self.problem;
+        let h = p.heads;
+        writeln!(
+            f,
+            "attention backward: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}; {}",
+            h.num_q_heads,
+            h.num_kv_heads,
+            h.head_dim_qk,
+            h.head_dim_v,
+            p.q_dtype,
+            p.kv_dtype,
+            p.mask,
+            self.machine
+        )?;
+        let place = if self.sums_apart() { "f32 sums in the workspace" } else { "place" };
+        writeln!(
+            f,
+            "  tile_q {} x tile_k {}: five products a pair of tiles; dq added in order of keys in {place}",
+            self.tile_q(),
+            self.tile_k()
+        )?;
+        for s in &self.seqs {
+            let tiles = s.len.seqlen_k.div_ceil(self.tile_k()) * h.num_kv_heads;
+            writeln!(f, "  q {} k {}: {tiles} tasks", s.len.seqlen_q, s.len.seqlen_k)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use suanpan_base::{HeadShape, Mask};
+
+    fn plan(heads: HeadShape, mask: Mask) -> BackwardPlan {
+        let (q_dtype, kv_dtype) = (DType::Bf16, DType::Bf16);
+        let problem = Problem {
+            heads,
+            mask,
+            scores: Scores::default(),
+            softmax_scale: None,
+            q_dtype,
+            kv_dtype,
+            kv: KvLayout::Contiguous,
+        };
+        let limits = Limits { max_seqs: 4, max_total_q: 9000, max_seqlen_k: 5000 };
+        BackwardPlan::new(&problem, &Machine::detect(2), limits).unwrap()
+    }
+
+    #[test]
+    fn tiles_of_a_head_stand_in_order_of_keys_and_cover_them_once() {
+        for mask in [Mask::FULL, Mask::CAUSAL, Mask::window(100), Mask { left: Some(900), ..Mask::FULL }] {
+            let mut p = plan(HeadShape::new(4, 2, 64), mask);
+            let lens = [(3000, 3000), (10, 5000), (0, 700), (5000, 1)].map(|(q, k)| SeqLen::new(q, k));
+            p.schedule(&lens).unwrap();
+            assert_eq!(p.units.capacity(), p.max_units(), "the list of units grew");
+            assert_eq!(p.tiles.capacity(), p.max_tiles(), "the list of tiles grew");
+            for (seq, len) in lens.iter().enumerate() {
+                for kv_head in 0..2 {
+                    let of_head = |u: &&BackwardUnit| (u.seq, u.kv_head) == (seq as u32, kv_head);
+                    let mut at = 0;
+                    for u in p.units.iter().filter(of_head) {
+                        assert_eq!(u.key_start, at, "{mask}");
+                        at += u.keys;
+                    }
+                    assert_eq!(at, len.seqlen_k);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rows_that_see_a_key_tile_are_found_by_bisection() {
+        for mask in
+            [Mask::FULL, Mask::CAUSAL, Mask::window(3), Mask { left: Some(2), right: Some(1), ..Mask::FULL }]
+        {
+            let p = plan(HeadShape::new(1, 1, 8), mask);
+            for (q, k) in [(9, 9), (4, 9), (9, 4), (1, 1), (5, 0)] {
+                let len = SeqLen::new(q, k);
+                for keys in (0..k).flat_map(|a| (a + 1..=k).map(move |b| a..b)) {
+                    let rows = p.rows_that_see(len, keys.clone());
+                    for i in 0..q {
+                        let seen = mask.visible(len, i);
+                        let sees = !seen.is_empty() && seen.start < keys.end && seen.end > keys.start;
+                        assert_eq!(rows.contains(&i), sees, "{mask} {len:?} {keys:?} row {i}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_plan_says_its_tiles() {
+        let mut p = plan(HeadShape::new(8, 2, 128), Mask::CAUSAL);
+        p.schedule(&[SeqLen::new(1000, 1000)]).unwrap();
+        let text = p.to_string();
+        assert!(text.contains("tile_q 24 x tile_k 384") && text.contains("q 1000 k 1000: 6 tasks"), "{text}");
+        assert!(text.contains("f32 sums in the workspace"), "{text}");
+    }
+}

@@ -1,0 +1,104 @@
+//! One backward call: check everything, row constants first, then key tiles through one counter, then the books.
+
+use std::sync::atomic::Ordering;
+
+use rayon::prelude::*;
+use suanpan_base::{BadArgument, Buf, BufMut};
+use suanpan_ledger::{BackwardBooks, kernel};
+
+use super::plan::BackwardPlan;
+use super::workspace::BackwardWorkspace;
+use crate::cpu::backward::task::Call;
+use crate::cpu::task::Queue;
+
+/// The buffers of one call. Sequences are packed one after another, in schedule order; strides are (token, head), in elements, and
+/// elements of a row are contiguous.
+#[derive(Debug)]
+pub struct BackwardArgs<'a> {
+    /// Queries `[total_q, num_q_heads, head_dim_qk]`.
+    pub q: Buf<'a>,
+    /// Strides of `q`.
+    pub q_strides: (usize, usize),
+    /// Keys `[total_k, num_kv_heads, head_dim_qk]`.
+    pub k: Buf<'a>,
+    /// Strides of `k`.
+    pub k_strides: (usize, usize),
+    /// Values `[total_k, num_kv_heads, head_dim_v]`.
+    pub v: Buf<'a>,
+    /// Strides of `v`.
+    pub v_strides: (usize, usize),
+    /// The forward's output `[total_q, num_q_heads, head_dim_v]`, of q's element type.
+    pub out: Buf<'a>,
+    /// Strides of `out`.
+    pub out_strides: (usize, usize),
+    /// The forward's lse `[num_q_heads, total_q]`, natural log; -inf where a row sees no key.
+    pub lse: &'a [f32],
+    /// Gradient of the loss with respect to `out`, of its shape and element type.
+    pub d_out: Buf<'a>,
+    /// Strides of `d_out`.
+    pub d_out_strides: (usize, usize),
+    /// Gradient of the loss with respect to `lse`, of its shape; `None` = the loss does not look at lse.
+    pub d_lse: Option<&'a [f32]>,
+    /// Gradient with respect to `q`, of its shape and element type. Every row is written; zeros where a row sees no key.
+    pub dq: BufMut<'a>,
+    /// Strides of `dq`; rows must not overlap.
+    pub dq_strides: (usize, usize),
+    /// Gradient with respect to `k`, of its shape and element type, summed over the query heads of a group.
+    pub dk: BufMut<'a>,
+    /// Strides of `dk`; rows must not overlap.
+    pub dk_strides: (usize, usize),
+    /// Gradient with respect to `v`, of its shape and element type, summed over the query heads of a group.
+    pub dv: BufMut<'a>,
+    /// Strides of `dv`; rows must not overlap.
+    pub dv_strides: (usize, usize),
+}
+
+/// Runs the plan's current schedule. Adds to `books[i]` what was counted for sequence `i`.
+///
+/// Call it from inside a rayon pool. Allocates nothing. A refused call has touched neither a gradient nor `books`. Bits of a sequence's
+/// gradients depend on its own data and the instruction set only: not on threads, on the batch or on the run.
+pub fn run_backward(
+    plan: &BackwardPlan,
+    args: BackwardArgs<'_>,
+    ws: &mut BackwardWorkspace,
+    books: &mut [BackwardBooks],
+) -> Result<(), BadArgument> {
+    super::check::check(plan, &args, ws, books)?;
+    let call = Call::new(plan, args, ws);
+    let kv_heads = plan.problem.heads.num_kv_heads;
+    // SAFETY: `check` passed; each tile is taken once.
+    for_each(plan, plan.tiles.len() * kv_heads, |at, _| unsafe {
+        call.prepare(at / kv_heads, at % kv_heads)
+    });
+    // SAFETY: `check` passed; rows are prepared; each unit is taken once, in order, and each worker index has a slot of its own.
+    for_each(plan, plan.units.len(), |at, worker| unsafe { call.run_unit(at, worker) });
+    let (heads, p) = (plan.problem.heads, &plan.problem);
+    let per_key = kernel::kv_write_bytes(heads, 1, p.kv_dtype) / kv_heads as u64;
+    let per_row = ((heads.head_dim_qk + heads.head_dim_v) * p.q_dtype.bytes()) as u64;
+    for (book, counted) in books.iter_mut().zip(call.counters) {
+        let pairs = counted.pairs.load(Ordering::Relaxed);
+        *book += BackwardBooks {
+            pairs,
+            flops: kernel::backward_flops(pairs, heads),
+            kv_read_bytes: counted.keys.load(Ordering::Relaxed) * per_key,
+            q_read_bytes: counted.rows.load(Ordering::Relaxed) * per_row,
+        };
+    }
+    Ok(())
+}
+
+/// Hands `0 .. count` to the plan's threads through one counter; the work gets (item, worker).
+fn for_each(plan: &BackwardPlan, count: usize, work: impl Fn(usize, usize) + Sync) {
+    let queue = Queue::new(count);
+    let workers = plan.machine.threads().min(count);
+    let worker = |worker: usize| {
+        while let Some(at) = queue.take() {
+            work(at, worker);
+        }
+    };
+    if workers <= 1 {
+        worker(0);
+    } else {
+        (0..workers).into_par_iter().with_max_len(1).for_each(worker);
+    }
+}

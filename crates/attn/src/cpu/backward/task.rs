@@ -1,0 +1,336 @@
+//! One backward task: where its rows lie, what it may touch, and the scratch of the thread that runs it.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use half::bf16;
+use suanpan_base::{Buf, BufMut, HeadShape, Mask};
+
+use crate::backward::plan::{BackwardPlan, BackwardUnit};
+use crate::backward::run::BackwardArgs;
+use crate::backward::workspace::{BackwardWorkspace, Counters, SlotLayout};
+use crate::cpu::task::{Dst, Src};
+use crate::workspace::TILE_ROWS;
+
+/// A strided buffer that is read.
+#[derive(Clone, Copy)]
+pub(crate) struct Source {
+    pub src: Src,
+    token: usize,
+    head: usize,
+}
+
+/// A strided buffer that is written.
+#[derive(Clone, Copy)]
+pub(crate) struct Sink {
+    pub dst: Dst,
+    token: usize,
+    head: usize,
+}
+
+/// Where rows start.
+pub(crate) trait Place {
+    /// The first element of the row of token `token` (of all sequences) and head `head`.
+    fn at(&self, token: usize, head: usize) -> usize;
+}
+
+impl Place for Source {
+    fn at(&self, token: usize, head: usize) -> usize {
+        token * self.token + head * self.head
+    }
+}
+
+impl Place for Sink {
+    fn at(&self, token: usize, head: usize) -> usize {
+        token * self.token + head * self.head
+    }
+}
+
+impl Source {
+    fn new(buf: Buf<'_>, (token, head): (usize, usize)) -> Source {
+        Source { src: Src::of(buf), token, head }
+    }
+}
+
+impl Sink {
+    fn new(buf: BufMut<'_>, (token, head): (usize, usize)) -> Sink {
+        let dst = match buf {
+            BufMut::F32(x) => Dst::F32(x.as_mut_ptr()),
+            BufMut::Bf16(x) => Dst::Bf16(x.as_mut_ptr()),
+        };
+        Sink { dst, token, head }
+    }
+
+    /// Fills a row with zeros.
+    ///
+    /// # Safety
+    /// A checked row that nobody else touches.
+    pub unsafe fn zero_row(&self, token: usize, head: usize, width: usize) {
+        let at = self.at(token, head);
+        // SAFETY: forwarded; zero bytes are 0.0 in both types.
+        unsafe {
+            match self.dst {
+                Dst::F32(p) => std::ptr::write_bytes(p.add(at), 0, width),
+                Dst::Bf16(p) => std::ptr::write_bytes::<bf16>(p.add(at), 0, width),
+            }
+        }
+    }
+}
+
+/// A checked call: raw starts, strides and counters shared by all tasks.
+pub(crate) struct Call<'a> {
+    pub plan: &'a BackwardPlan,
+    pub heads: HeadShape,
+    pub mask: Mask,
+    /// softmax_scale, applied to finished dot products.
+    pub scale: f32,
+    pub q: Source,
+    pub k: Source,
+    pub v: Source,
+    pub out: Source,
+    pub d_out: Source,
+    pub lse: &'a [f32],
+    pub d_lse: Option<&'a [f32]>,
+    pub dq: Sink,
+    pub dk: Sink,
+    pub dv: Sink,
+    /// Negated lse and delta of every row: `[kv_head][token][group]`.
+    pub row_lse: *mut f32,
+    pub row_delta: *mut f32,
+    /// Sums of dq where dq is too narrow to hold them: rows in the same order, `sums_width` floats each.
+    pub sums: *mut f32,
+    pub sums_width: usize,
+    layout: SlotLayout,
+    slots: *mut f32,
+    slot_len: usize,
+    pub turns: &'a [AtomicU32],
+    pub counters: &'a [Counters],
+}
+
+// SAFETY: inputs are only read; a task writes row constants or dk and dv of its own rows, dq and sums in its turn, and its worker's slot.
+unsafe impl Sync for Call<'_> {}
+
+/// What a task does.
+#[derive(Clone, Copy)]
+pub(crate) enum Work {
+    /// Row constants of one query tile and kv head.
+    Prepare { seq: usize, tile: usize, kv_head: usize },
+    /// One key tile.
+    Keys(BackwardUnit),
+}
+
+/// A task and the scratch of the thread that runs it.
+pub(crate) struct Task<'a> {
+    pub call: &'a Call<'a>,
+    pub work: Work,
+    slot: *mut f32,
+}
+
+/// The rows of a query tile and kv head: query tokens × group, group fastest.
+#[derive(Clone, Copy)]
+pub(crate) struct TileRows {
+    /// Its first row in the order of row constants.
+    pub first: usize,
+    pub count: usize,
+    token: usize,
+    kv_head: usize,
+    group: usize,
+}
+
+impl TileRows {
+    /// Token (of all sequences) and query head of row `row`.
+    #[inline(always)]
+    pub fn token_and_head(&self, row: usize) -> (usize, usize) {
+        (self.token + row / self.group, self.kv_head * self.group + row % self.group)
+    }
+
+    /// As many rows, numbered from 0 as tokens of one head.
+    pub fn counted(&self) -> TileRows {
+        TileRows { token: 0, kv_head: 0, group: 1, ..*self }
+    }
+}
+
+/// A query tile as its key tile meets it.
+pub(crate) struct Visit {
+    pub rows: TileRows,
+    /// First query token within the sequence.
+    pub token: usize,
+    pub turn: usize,
+    /// Key tiles that add to these rows of dq before this one.
+    pub rank: u32,
+    /// No key tile comes after this one.
+    pub last: bool,
+}
+
+/// The parts of a thread's slot.
+pub(crate) struct Scratch<'s> {
+    pub k_panels: *mut f32,
+    pub v_panels: *mut f32,
+    pub k: *mut f32,
+    pub dk: *mut f32,
+    pub dv: *mut f32,
+    pub q: *mut f32,
+    pub d_out: *mut f32,
+    pub dq: *mut f32,
+    pub p: *mut f32,
+    pub ds: *mut f32,
+    pub lse: *mut f32,
+    pub delta: *mut f32,
+    pub zeros: *mut f32,
+    /// Columns of the key tile that each row sees.
+    pub visible: &'s mut [Range<usize>],
+    /// Rows of the query tile that see each group of keys.
+    pub seen_by: &'s mut [Range<usize>],
+    pub offsets: &'s mut [usize],
+    pub qk_stride: usize,
+    pub v_stride: usize,
+    pub p_stride: usize,
+}
+
+impl<'a> Call<'a> {
+    /// Borrows the workspace for one call and clears the counters that it will use.
+    pub fn new(plan: &'a BackwardPlan, args: BackwardArgs<'a>, ws: &'a mut BackwardWorkspace) -> Call<'a> {
+        let (slots, row_lse, sums) = ws.starts();
+        let heads = plan.problem.heads;
+        let turns = &ws.turns[..plan.tiles.len() * heads.num_kv_heads];
+        let counters = &ws.counters[..plan.seqs.len()];
+        turns.iter().for_each(|t| t.store(0, Ordering::Relaxed));
+        for c in counters {
+            for n in [&c.pairs, &c.keys, &c.rows] {
+                n.store(0, Ordering::Relaxed);
+            }
+        }
+        Call {
+            plan,
+            heads,
+            mask: plan.problem.mask,
+            scale: plan.problem.scale(),
+            q: Source::new(args.q, args.q_strides),
+            k: Source::new(args.k, args.k_strides),
+            v: Source::new(args.v, args.v_strides),
+            out: Source::new(args.out, args.out_strides),
+            d_out: Source::new(args.d_out, args.d_out_strides),
+            lse: args.lse,
+            d_lse: args.d_lse,
+            dq: Sink::new(args.dq, args.dq_strides),
+            dk: Sink::new(args.dk, args.dk_strides),
+            dv: Sink::new(args.dv, args.dv_strides),
+            row_lse,
+            // SAFETY: the part holds two floats a row.
+            row_delta: unsafe { row_lse.add(ws.sizes.rows) },
+            sums,
+            sums_width: heads.head_dim_qk.next_multiple_of(crate::workspace::LINE),
+            layout: SlotLayout::of(plan),
+            slots,
+            slot_len: ws.sizes.slot,
+            turns,
+            counters,
+        }
+    }
+
+    /// Finds the row constants of query tile `tile` (of all sequences) under kv head `kv_head`.
+    ///
+    /// # Safety
+    /// `check` accepted the call; each pair is prepared once and before any unit runs.
+    pub unsafe fn prepare(&self, tile: usize, kv_head: usize) {
+        let (seq, tile) = self.plan.tiles[tile];
+        let work = Work::Prepare { seq: seq as usize, tile: tile as usize, kv_head };
+        // SAFETY: forwarded; the slot is not used.
+        unsafe { super::run(&Task { call: self, work, slot: self.slots }) }
+    }
+
+    /// Runs unit `unit` in worker `worker`'s slot.
+    ///
+    /// # Safety
+    /// `check` accepted the call; rows are prepared; no other thread runs this unit or uses this worker's slot; units are started in
+    /// order, each by a thread that finishes it.
+    pub unsafe fn run_unit(&self, unit: usize, worker: usize) {
+        // SAFETY: the workspace holds `threads` slots of `slot_len` floats and `worker < threads`.
+        let slot = unsafe { self.slots.add(worker * self.slot_len) };
+        // SAFETY: forwarded.
+        unsafe { super::run(&Task { call: self, work: Work::Keys(self.plan.units[unit]), slot }) }
+    }
+
+    /// The rows of query tile `tile` of sequence `seq` under a kv head.
+    pub fn tile_rows(&self, seq: usize, tile: usize, kv_head: usize) -> TileRows {
+        let (s, group) = (&self.plan.seqs[seq], self.heads.group_size());
+        let start = tile * self.plan.tile_q();
+        let tokens = self.plan.tile_q().min(s.len.seqlen_q - start);
+        let token = s.q_start + start;
+        let first = (kv_head * self.plan.total_q + token) * group;
+        TileRows { first, count: tokens * group, token, kv_head, group }
+    }
+}
+
+impl Task<'_> {
+    /// The key tile of a `Work::Keys`.
+    pub fn unit(&self) -> &BackwardUnit {
+        match &self.work {
+            Work::Keys(unit) => unit,
+            Work::Prepare { .. } => unreachable!("only key tiles have a unit"),
+        }
+    }
+
+    /// The element at which key `key` of the tile starts in a buffer of keys or values.
+    #[inline(always)]
+    pub fn key_row(&self, place: &impl Place, key: usize) -> usize {
+        let unit = self.unit();
+        let first = self.call.plan.seqs[unit.seq as usize].k_start + unit.key_start;
+        place.at(first + key, unit.kv_head as usize)
+    }
+
+    /// Query tile `tile` as this key tile meets it; `None` where they do not see each other.
+    pub fn visit(&self, tile: usize) -> Option<Visit> {
+        let (c, unit) = (self.call, self.unit());
+        let seq = &c.plan.seqs[unit.seq as usize];
+        let hull = c.plan.hull(seq.len, tile);
+        if hull.is_empty() || hull.start >= unit.key_start + unit.keys || hull.end <= unit.key_start {
+            return None;
+        }
+        let tile_k = c.plan.tile_k();
+        let (at, first, last) = (unit.key_start / tile_k, hull.start / tile_k, (hull.end - 1) / tile_k);
+        let kv_head = unit.kv_head as usize;
+        Some(Visit {
+            rows: c.tile_rows(unit.seq as usize, tile, kv_head),
+            token: tile * c.plan.tile_q(),
+            turn: (seq.first_tile + tile) * c.heads.num_kv_heads + kv_head,
+            rank: (at - first) as u32,
+            last: at == last,
+        })
+    }
+
+    /// The parts of the slot.
+    ///
+    /// # Safety
+    /// One call at a time: the parts are handed out mutably.
+    pub unsafe fn scratch(&self) -> Scratch<'_> {
+        let (l, slot) = (&self.call.layout, self.slot);
+        let rows = self.call.plan.max_tile_rows().next_multiple_of(TILE_ROWS);
+        let offsets = rows.max(self.call.plan.tile_k());
+        let groups = self.call.plan.tile_k().div_ceil(TILE_ROWS);
+        // SAFETY: the slot was laid out by the same plan; zeroed floats are valid ranges and offsets, parts do not overlap.
+        unsafe {
+            Scratch {
+                k_panels: slot.add(l.k_panels),
+                v_panels: slot.add(l.v_panels),
+                k: slot.add(l.k),
+                dk: slot.add(l.dk),
+                dv: slot.add(l.dv),
+                q: slot.add(l.q),
+                d_out: slot.add(l.d_out),
+                dq: slot.add(l.dq),
+                p: slot.add(l.p),
+                ds: slot.add(l.ds),
+                lse: slot.add(l.lse),
+                delta: slot.add(l.delta),
+                zeros: slot.add(l.zeros),
+                visible: std::slice::from_raw_parts_mut(slot.add(l.visible).cast(), rows),
+                seen_by: std::slice::from_raw_parts_mut(slot.add(l.seen_by).cast(), groups),
+                offsets: std::slice::from_raw_parts_mut(slot.add(l.offsets).cast(), offsets),
+                qk_stride: l.qk_stride,
+                v_stride: l.v_stride,
+                p_stride: l.p_stride,
+            }
+        }
+    }
+}

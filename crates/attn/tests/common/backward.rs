@@ -1,0 +1,248 @@
+//! A backward problem with its data: run on any machine, judged against the f64 oracle and plain f32 attention's backward.
+
+use suanpan_attn::{BackwardArgs, BackwardPlan, BackwardWorkspace, Machine, reference, run_backward};
+use suanpan_base::{DType, SeqLen};
+use suanpan_ledger::BackwardBooks;
+
+use super::{Case, Data, Flat, normal, on_grid, run_case};
+
+/// What a training step hands to the backward: inputs, and gradients of out `[total_q, heads, dv]` and lse `[heads, total_q]`.
+#[derive(Clone)]
+pub struct Inputs {
+    pub data: Data,
+    pub d_out: Vec<f32>,
+    pub d_lse: Option<Vec<f32>>,
+}
+
+impl Inputs {
+    pub fn random(c: &Case, with_lse: bool) -> Inputs {
+        let h = c.heads;
+        let rows = c.total_q() * h.num_q_heads;
+        Inputs {
+            data: Data::random(c),
+            d_out: normal(rows * h.head_dim_v, c.seed * 3 + 77, c.q_dtype),
+            d_lse: with_lse.then(|| normal(rows, c.seed * 3 + 78, DType::F32)),
+        }
+    }
+}
+
+/// Dense results: dq `[total_q, heads, dqk]`, dk `[total_k, kv_heads, dqk]`, dv `[total_k, kv_heads, dv]`.
+#[derive(Clone, Debug)]
+pub struct Gradients {
+    pub dq: Vec<f32>,
+    pub dk: Vec<f32>,
+    pub dv: Vec<f32>,
+    pub books: Vec<BackwardBooks>,
+    /// The stored forward results that the call was given.
+    pub out: Vec<f32>,
+    pub lse: Vec<f32>,
+}
+
+impl Gradients {
+    /// All bits of the gradients.
+    pub fn bits(&self) -> [Vec<u32>; 3] {
+        [&self.dq, &self.dk, &self.dv].map(|x| x.iter().map(|x| x.to_bits()).collect())
+    }
+}
+
+const CANARY: f32 = -77.0;
+
+/// A strided buffer: `[tokens, heads, width]` with padding after each row and each token.
+struct Strided {
+    flat: Flat,
+    strides: (usize, usize),
+    dims: (usize, usize, usize),
+}
+
+impl Strided {
+    fn new(x: &[f32], dims: (usize, usize, usize), dtype: DType, padding: f32) -> Strided {
+        let (tokens, heads, width) = dims;
+        let strides = (heads * (width + 3) + 5, width + 3);
+        let mut flat = Flat::filled(tokens * strides.0 + 7, padding, dtype);
+        for (i, &x) in x.iter().enumerate() {
+            flat.set(i / width / heads * strides.0 + i / width % heads * strides.1 + i % width, x);
+        }
+        Strided { flat, strides, dims }
+    }
+
+    /// An output: NaN where a result belongs, canaries beside it.
+    fn output(dims: (usize, usize, usize), dtype: DType) -> Strided {
+        Strided::new(&vec![f32::NAN; dims.0 * dims.1 * dims.2], dims, dtype, CANARY)
+    }
+
+    /// The dense result; padding must be as it was.
+    fn collect(&self, c: &Case) -> Vec<f32> {
+        let (tokens, heads, width) = self.dims;
+        let mut flat = self.flat.to_f32();
+        let mut dense = Vec::with_capacity(tokens * heads * width);
+        for (token, head) in (0..tokens).flat_map(|t| (0..heads).map(move |h| (t, h))) {
+            let row = &mut flat[token * self.strides.0 + head * self.strides.1..][..width];
+            dense.extend_from_slice(row);
+            row.fill(CANARY);
+        }
+        assert!(flat.iter().all(|&x| x == CANARY), "canary overwritten: {c:?}");
+        dense
+    }
+}
+
+pub fn backward_plan(c: &Case, machine: &Machine) -> BackwardPlan {
+    let mut plan = BackwardPlan::new(&c.problem(), machine, c.limits()).unwrap();
+    plan.schedule(&c.seqs).unwrap();
+    plan
+}
+
+/// Forward, then backward; checks canaries and that predicted = counted.
+pub fn run_backward_case(c: &Case, x: &Inputs, machine: &Machine, poison: f32) -> Gradients {
+    let h = c.heads;
+    let forward = run_case(c, &x.data, machine, poison);
+    let q_dims = (c.total_q(), h.num_q_heads, h.head_dim_qk);
+    let o_dims = (c.total_q(), h.num_q_heads, h.head_dim_v);
+    let k_dims = (c.total_k(), h.num_kv_heads, h.head_dim_qk);
+    let v_dims = (c.total_k(), h.num_kv_heads, h.head_dim_v);
+    let q = Strided::new(&x.data.q, q_dims, c.q_dtype, poison);
+    let k = Strided::new(&x.data.k, k_dims, c.kv_dtype, poison);
+    let v = Strided::new(&x.data.v, v_dims, c.kv_dtype, poison);
+    let out = Strided::new(&forward.out, o_dims, c.q_dtype, poison);
+    let d_out = Strided::new(&x.d_out, o_dims, c.q_dtype, poison);
+    let mut dq = Strided::output(q_dims, c.q_dtype);
+    let mut dk = Strided::output(k_dims, c.kv_dtype);
+    let mut dv = Strided::output(v_dims, c.kv_dtype);
+    let plan = backward_plan(c, machine);
+    let mut ws = BackwardWorkspace::for_plans(&[&plan]);
+    assert_eq!(ws.bytes(), plan.workspace_bytes());
+    let mut books = vec![BackwardBooks::default(); c.seqs.len()];
+    let args = BackwardArgs {
+        q: q.flat.buf(),
+        q_strides: q.strides,
+        k: k.flat.buf(),
+        k_strides: k.strides,
+        v: v.flat.buf(),
+        v_strides: v.strides,
+        out: out.flat.buf(),
+        out_strides: out.strides,
+        lse: &forward.lse,
+        d_out: d_out.flat.buf(),
+        d_out_strides: d_out.strides,
+        d_lse: x.d_lse.as_deref(),
+        dq: dq.flat.buf_mut(),
+        dq_strides: dq.strides,
+        dk: dk.flat.buf_mut(),
+        dk_strides: dk.strides,
+        dv: dv.flat.buf_mut(),
+        dv_strides: dv.strides,
+    };
+    run_backward(&plan, args, &mut ws, &mut books).unwrap_or_else(|e| panic!("{e}: {c:?}"));
+    for (i, (len, book)) in c.seqs.iter().zip(&books).enumerate() {
+        assert_eq!(*book, plan.predicted(*len), "books of sequence {i}: {c:?} {plan}");
+    }
+    Gradients {
+        dq: dq.collect(c),
+        dk: dk.collect(c),
+        dv: dv.collect(c),
+        books,
+        out: forward.out,
+        lse: forward.lse,
+    }
+}
+
+/// Plain attention's backward of one sequence in f32, one step after another, from what the kernel is given: stored out and lse included.
+#[rustfmt::skip]
+fn plain_f32(c: &Case, len: SeqLen, q: &[f32], k: &[f32], v: &[f32], out: &[f32], lse: impl Fn(usize, usize) -> f32, d_out: &[f32], d_lse: impl Fn(usize, usize) -> f32) -> [Vec<f32>; 3] {
+    let h = c.heads;
+    let (dqk, dv_width, scale) = (h.head_dim_qk, h.head_dim_v, c.problem().scale());
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
+    let add = |sum: &mut [f32], factor: f32, x: &[f32]| sum.iter_mut().zip(x).for_each(|(s, x)| *s += factor * x);
+    let mut dq = vec![0.0; len.seqlen_q * h.num_q_heads * dqk];
+    let mut dk = vec![0.0; len.seqlen_k * h.num_kv_heads * dqk];
+    let mut dv = vec![0.0; len.seqlen_k * h.num_kv_heads * dv_width];
+    for (i, head) in (0..len.seqlen_q).flat_map(|i| (0..h.num_q_heads).map(move |head| (i, head))) {
+        let keys = c.mask.visible(len, i);
+        if keys.is_empty() {
+            continue;
+        }
+        let (row, kv_head) = (i * h.num_q_heads + head, head / h.group_size());
+        let (q_row, d_row) = (&q[row * dqk..][..dqk], &d_out[row * dv_width..][..dv_width]);
+        let at = |j: usize, width: usize| (j * h.num_kv_heads + kv_head) * width..(j * h.num_kv_heads + kv_head + 1) * width;
+        let s: Vec<f32> = keys.clone().map(|j| dot(q_row, &k[at(j, dqk)]) * scale).collect();
+        let delta = dot(&out[row * dv_width..][..dv_width], d_row) - d_lse(i, head);
+        for (j, s) in keys.zip(&s) {
+            let p = (s - lse(i, head)).exp();
+            let ds = p * (dot(d_row, &v[at(j, dv_width)]) - delta) * scale;
+            add(&mut dv[at(j, dv_width)], p, d_row);
+            add(&mut dk[at(j, dqk)], ds, q_row);
+            add(&mut dq[row * dqk..][..dqk], ds, &k[at(j, dqk)]);
+        }
+    }
+    [dq, dk, dv]
+}
+
+/// The rule: non-finite places agree first; then error <= 2x plain attention's error in the same precision + one rounding, for each of
+/// dq, dk and dv.
+pub fn judge_gradients(c: &Case, x: &Inputs, got: &Gradients) {
+    let h = c.heads;
+    let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
+    let scale = f64::from(c.problem().scale());
+    let (mut q0, mut k0) = (0, 0);
+    let mut worst = [(0.0f64, 0.0f64, 0.0f64); 3];
+    for &len in &c.seqs {
+        let part = |x: &[f32], start: usize, count: usize, row: usize| {
+            x[start * row..(start + count) * row].to_vec()
+        };
+        let (q_row, o_row) = (h.num_q_heads * h.head_dim_qk, h.num_q_heads * h.head_dim_v);
+        let (k_row, v_row) = (h.num_kv_heads * h.head_dim_qk, h.num_kv_heads * h.head_dim_v);
+        let q = part(&x.data.q, q0, len.seqlen_q, q_row);
+        let k = part(&x.data.k, k0, len.seqlen_k, k_row);
+        let v = part(&x.data.v, k0, len.seqlen_k, v_row);
+        let out = part(&got.out, q0, len.seqlen_q, o_row);
+        let d_out = part(&x.d_out, q0, len.seqlen_q, o_row);
+        let d_lse = |i: usize, head: usize| x.d_lse.as_ref().map_or(0.0, |d| d[head * c.total_q() + q0 + i]);
+        let lse = |i: usize, head: usize| got.lse[head * c.total_q() + q0 + i];
+        let d_lse_64: Vec<f64> = (0..h.num_q_heads)
+            .flat_map(|head| (0..len.seqlen_q).map(move |i| (i, head)))
+            .map(|(i, head)| f64::from(d_lse(i, head)))
+            .collect();
+        let exact = reference::attention_backward_f64(
+            h,
+            c.mask,
+            scale,
+            len,
+            &wide(&q),
+            &wide(&k),
+            &wide(&v),
+            &wide(&d_out),
+            Some(&d_lse_64),
+        );
+        let plain = plain_f32(c, len, &q, &k, &v, &out, lse, &d_out, d_lse);
+        let ours = [
+            part(&got.dq, q0, len.seqlen_q, q_row),
+            part(&got.dk, k0, len.seqlen_k, k_row),
+            part(&got.dv, k0, len.seqlen_k, v_row),
+        ];
+        let types = [c.q_dtype, c.kv_dtype, c.kv_dtype];
+        for (which, exact) in [exact.dq, exact.dk, exact.dv].iter().enumerate() {
+            for (at, &r) in exact.iter().enumerate() {
+                let g = ours[which][at];
+                assert_eq!(g.is_finite(), r.is_finite(), "{} at {at}: {g} for {r}: {c:?}", NAMES[which]);
+                if r.is_finite() {
+                    let p = on_grid(plain[which][at], types[which]);
+                    let (e, e_plain, top) = &mut worst[which];
+                    *e = e.max((f64::from(g) - r).abs());
+                    *e_plain = e_plain.max((f64::from(p) - r).abs());
+                    *top = top.max(r.abs());
+                }
+            }
+        }
+        (q0, k0) = (q0 + len.seqlen_q, k0 + len.seqlen_k);
+    }
+    let unit = |d: DType| if d == DType::F32 { 2f64.powi(-23) } else { 2f64.powi(-8) };
+    for (which, (error, plain, top)) in worst.into_iter().enumerate() {
+        let bound = 2.0 * plain + unit([c.q_dtype, c.kv_dtype, c.kv_dtype][which]) * top;
+        assert!(
+            error <= bound,
+            "{} error {error:.3e} > {bound:.3e} (plain {plain:.3e}): {c:?}",
+            NAMES[which]
+        );
+    }
+}
+
+const NAMES: [&str; 3] = ["dq", "dk", "dv"];
