@@ -41,6 +41,43 @@ pub struct Limits {
     pub max_seqlen_k: usize,
 }
 
+impl Limits {
+    /// Refuses counts that schedules hold in 32 bits, in the name of `op`.
+    pub(crate) fn check(&self, op: &'static str) -> Result<(), BadArgument> {
+        for (field, n) in [("max_seqs", self.max_seqs), ("max_total_q", self.max_total_q)] {
+            if n > u32::MAX as usize {
+                return Err(BadArgument::new(op, field, n, "at most 2^32 - 1"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a batch that does not fit, in the name of `op`.
+    pub(crate) fn check_lengths(&self, op: &'static str, seqs: &[SeqLen]) -> Result<(), BadArgument> {
+        if seqs.len() > self.max_seqs {
+            let most = format!("at most max_seqs = {}", self.max_seqs);
+            return Err(BadArgument::new(op, "seqs", seqs.len(), most));
+        }
+        let (mut total_q, mut total_k) = (0usize, 0usize);
+        for (i, s) in seqs.iter().enumerate() {
+            total_q = total_q.saturating_add(s.seqlen_q);
+            total_k = total_k.saturating_add(s.seqlen_k);
+            if s.seqlen_k > self.max_seqlen_k {
+                let most = format!("at most max_seqlen_k = {}", self.max_seqlen_k);
+                return Err(BadArgument::new(op, format!("seqs[{i}].seqlen_k"), s.seqlen_k, most));
+            }
+        }
+        if total_q > self.max_total_q {
+            let most = format!("at most max_total_q = {}", self.max_total_q);
+            return Err(BadArgument::new(op, "total seqlen_q", total_q, most));
+        }
+        if total_k > isize::MAX as usize {
+            return Err(BadArgument::new(op, "total seqlen_k", total_k, "below 2^63"));
+        }
+        Ok(())
+    }
+}
+
 /// The kernel that a sequence runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kernel {
@@ -96,11 +133,7 @@ impl Plan {
     /// A plan for `problem` on `machine` with room for schedules within `limits`. Refuses unsupported shapes and sizes by name.
     pub fn new(problem: &Problem, machine: &Machine, limits: Limits) -> Result<Plan, BadArgument> {
         problem.check()?;
-        for (field, n) in [("max_seqs", limits.max_seqs), ("max_total_q", limits.max_total_q)] {
-            if n > u32::MAX as usize {
-                return Err(BadArgument::new(OP, field, n, "at most 2^32 - 1"));
-            }
-        }
+        limits.check(OP)?;
         let plan = Plan {
             problem: *problem,
             machine: *machine,
@@ -176,7 +209,7 @@ impl Plan {
 
     /// Lays out a batch. Nothing is allocated within the limits; past them it is a refusal and the plan keeps its old schedule.
     pub fn schedule(&mut self, seqs: &[SeqLen]) -> Result<(), BadArgument> {
-        self.check_lengths(seqs)?;
+        self.limits.check_lengths(OP, seqs)?;
         self.seqs.clear();
         self.units.clear();
         (self.total_q, self.total_k, self.arrivals) = (0, 0, 0);
@@ -239,35 +272,6 @@ impl Plan {
             }
             token += tokens;
         }
-    }
-
-    fn check_lengths(&self, seqs: &[SeqLen]) -> Result<(), BadArgument> {
-        let l = self.limits;
-        if seqs.len() > l.max_seqs {
-            return Err(BadArgument::new(
-                OP,
-                "seqs",
-                seqs.len(),
-                format!("at most max_seqs = {}", l.max_seqs),
-            ));
-        }
-        let (mut total_q, mut total_k) = (0usize, 0usize);
-        for (i, s) in seqs.iter().enumerate() {
-            total_q = total_q.saturating_add(s.seqlen_q);
-            total_k = total_k.saturating_add(s.seqlen_k);
-            if s.seqlen_k > l.max_seqlen_k {
-                let most = format!("at most max_seqlen_k = {}", l.max_seqlen_k);
-                return Err(BadArgument::new(OP, format!("seqs[{i}].seqlen_k"), s.seqlen_k, most));
-            }
-        }
-        if total_q > l.max_total_q {
-            let most = format!("at most max_total_q = {}", l.max_total_q);
-            return Err(BadArgument::new(OP, "total seqlen_q", total_q, most));
-        }
-        if total_k > isize::MAX as usize {
-            return Err(BadArgument::new(OP, "total seqlen_k", total_k, "below 2^63"));
-        }
-        Ok(())
     }
 
     /// Rows of the widest tile: query tokens × group.

@@ -71,19 +71,13 @@ pub fn run(
     crate::check::check(plan, &args, ws, books)?;
     let call = Call::new(plan, args, ws);
     let queue = Queue::new(plan.units.len());
-    let workers = plan.machine.threads().min(plan.units.len());
-    let work = |worker: usize| {
+    on_workers(plan.machine.threads().min(plan.units.len()), |worker| {
         let mut task = queue.take();
         while let Some(at) = task {
             // SAFETY: `check` passed; each task index is taken once and each worker index has a slot of its own.
             task = unsafe { call.run_task(at, worker, &queue) };
         }
-    };
-    if workers <= 1 {
-        work(0);
-    } else {
-        (0..workers).into_par_iter().with_max_len(1).for_each(work);
-    }
+    });
     let heads = plan.problem.heads;
     let per_key = kernel::kv_write_bytes(heads, 1, plan.problem.kv_dtype) / heads.num_kv_heads as u64;
     for (book, (pairs, keys)) in books.iter_mut().zip(call.counts) {
@@ -96,4 +90,13 @@ pub fn run(
         };
     }
     Ok(())
+}
+
+/// Runs `work` once a worker, on the calling thread where one is enough, and waits for all of them.
+pub(crate) fn on_workers(workers: usize, work: impl Fn(usize) + Sync + Send) {
+    if workers <= 1 {
+        work(0);
+    } else {
+        (0..workers).into_par_iter().with_max_len(1).for_each(work);
+    }
 }

@@ -73,11 +73,7 @@ impl BackwardPlan {
                 "scale and mask alone: no softcap, ALiBi or sink",
             ));
         }
-        for (field, n) in [("max_seqs", limits.max_seqs), ("max_total_q", limits.max_total_q)] {
-            if n > u32::MAX as usize {
-                return Err(BadArgument::new(OP, field, n, "at most 2^32 - 1"));
-            }
-        }
+        limits.check(OP)?;
         let mut plan = BackwardPlan {
             problem: *problem,
             machine: *machine,
@@ -136,7 +132,7 @@ impl BackwardPlan {
 
     /// Lays out a batch. Nothing is allocated within the limits; past them it is a refusal and the plan keeps its old schedule.
     pub fn schedule(&mut self, seqs: &[SeqLen]) -> Result<(), BadArgument> {
-        self.check_lengths(seqs)?;
+        self.limits.check_lengths(OP, seqs)?;
         self.seqs.clear();
         self.units.clear();
         self.tiles.clear();
@@ -190,31 +186,6 @@ impl BackwardPlan {
     pub(crate) fn hull(&self, len: SeqLen, tile: usize) -> Range<usize> {
         let start = tile * self.tile_q();
         self.problem.mask.visible_hull(len, start..(start + self.tile_q()).min(len.seqlen_q))
-    }
-
-    fn check_lengths(&self, seqs: &[SeqLen]) -> Result<(), BadArgument> {
-        let l = self.limits;
-        if seqs.len() > l.max_seqs {
-            let most = format!("at most max_seqs = {}", l.max_seqs);
-            return Err(BadArgument::new(OP, "seqs", seqs.len(), most));
-        }
-        let (mut total_q, mut total_k) = (0usize, 0usize);
-        for (i, s) in seqs.iter().enumerate() {
-            if s.seqlen_k > l.max_seqlen_k {
-                let most = format!("at most max_seqlen_k = {}", l.max_seqlen_k);
-                return Err(BadArgument::new(OP, format!("seqs[{i}].seqlen_k"), s.seqlen_k, most));
-            }
-            total_q = total_q.saturating_add(s.seqlen_q);
-            total_k = total_k.saturating_add(s.seqlen_k);
-        }
-        if total_q > l.max_total_q {
-            let most = format!("at most max_total_q = {}", l.max_total_q);
-            return Err(BadArgument::new(OP, "total seqlen_q", total_q, most));
-        }
-        if total_k > isize::MAX as usize {
-            return Err(BadArgument::new(OP, "total seqlen_k", total_k, "below 2^63"));
-        }
-        Ok(())
     }
 
     /// Rows of the widest query tile: query tokens × group.

@@ -2,7 +2,6 @@
 
 use std::sync::atomic::Ordering;
 
-use rayon::prelude::*;
 use suanpan_base::{BadArgument, Buf, BufMut};
 use suanpan_ledger::{BackwardBooks, kernel};
 
@@ -10,6 +9,7 @@ use super::plan::BackwardPlan;
 use super::workspace::BackwardWorkspace;
 use crate::cpu::backward::task::Call;
 use crate::cpu::task::Queue;
+use crate::run::on_workers;
 
 /// The buffers of one call. Sequences are packed one after another, in schedule order; strides are (token, head), in elements, and
 /// elements of a row are contiguous.
@@ -88,17 +88,11 @@ pub fn run_backward(
 }
 
 /// Hands `0 .. count` to the plan's threads through one counter; the work gets (item, worker).
-fn for_each(plan: &BackwardPlan, count: usize, work: impl Fn(usize, usize) + Sync) {
+fn for_each(plan: &BackwardPlan, count: usize, work: impl Fn(usize, usize) + Sync + Send) {
     let queue = Queue::new(count);
-    let workers = plan.machine.threads().min(count);
-    let worker = |worker: usize| {
+    on_workers(plan.machine.threads().min(count), |worker| {
         while let Some(at) = queue.take() {
             work(at, worker);
         }
-    };
-    if workers <= 1 {
-        worker(0);
-    } else {
-        (0..workers).into_par_iter().with_max_len(1).for_each(worker);
-    }
+    });
 }

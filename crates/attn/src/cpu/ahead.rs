@@ -8,7 +8,7 @@ use super::vector::Vector;
 use crate::plan::KEY_BLOCK;
 
 /// Bytes of a cache line.
-const LINE_BYTES: usize = 64;
+pub(crate) const LINE_BYTES: usize = 64;
 
 /// The position of the task's first block; of a task without keys, its end.
 #[inline(always)]

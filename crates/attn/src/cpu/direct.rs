@@ -4,7 +4,7 @@
 //! in that order. A task works block by block and, inside a block, head by head; while it works on one block it asks for the next
 //! one of all its heads, a few rows at a time, in the order in which pages hold them: that keeps memory busy all along.
 
-use super::ahead::{Ahead, columns, fill_offsets, first_block};
+use super::ahead::{Ahead, LINE_BYTES, columns, fill_offsets, first_block};
 use super::scores::change_row;
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Task};
@@ -63,8 +63,7 @@ pub(crate) unsafe fn run<V: Vector, E: Elem + Default, const N: usize>(
         for head in 0..t.unit.kv_heads {
             finish::<V, E>(&t.of_head(head), &w, head * t.rows());
         }
-        // A task without keys has no last block.
-        (counts, if t.unit.key_start < t.unit.key_end { next_task } else { t.queue.take() })
+        (counts, next_task)
     }
 }
 
@@ -222,7 +221,7 @@ unsafe fn dot<V: Vector, E: Elem + Default, const R: usize, const TAIL: bool>(
 ) -> [[V; DOT_KEYS]; R] {
     let pair = 2 * V::LANES;
     // A pair of vectors of four keys, and as much of their values.
-    let lines = (pair * DOT_KEYS * 2 * size_of::<E>() / 64 * DOT_LINES).div_ceil(8);
+    let lines = (pair * DOT_KEYS * 2 * size_of::<E>() / LINE_BYTES * DOT_LINES).div_ceil(8);
     // SAFETY: q rows are padded to whole pairs, k rows hold d elements.
     unsafe {
         let mut acc = [[V::splat(0.0); DOT_KEYS]; R];
@@ -312,7 +311,7 @@ unsafe fn value_columns<V: Vector, E: Elem + Default, const R: usize, const P: u
         let o = w.o.add(h.row * w.o_stride + x);
         let s = w.s;
         // Of two keys' columns, and as much of their keys.
-        let lines = (P * pair * 2 * 2 * size_of::<E>() / 64 * (8 - DOT_LINES)).div_ceil(8);
+        let lines = (P * pair * 2 * 2 * size_of::<E>() / LINE_BYTES * (8 - DOT_LINES)).div_ceil(8);
         let mut acc = [[(V::splat(0.0), V::splat(0.0)); P]; R];
         for r in 0..R {
             let a = V::splat(*w.alpha.add(h.row + r));

@@ -33,9 +33,7 @@ impl Src {
             Buf::Bf16(x) => Src::Bf16(x.as_ptr()),
         }
     }
-}
 
-impl Src {
     /// The start as bytes, and the bytes of an element.
     pub fn start(self) -> (*const u8, usize) {
         match self {
@@ -231,7 +229,8 @@ impl<'a> Call<'a> {
                 unsafe { t.of_head(head).arrive() };
             }
         }
-        next
+        // A task without keys has no last block, at which the kernels take the next one.
+        if unit.key_start < unit.key_end { next } else { queue.take() }
     }
 }
 

@@ -3,11 +3,9 @@
 //! Rows of dq, q and d_out come from the last-level cache or memory; without the walk, loads and arithmetic take turns.
 
 use super::task::{Call, Place, Sink, Source, TileRows, Visit};
+use crate::cpu::ahead::LINE_BYTES;
 use crate::cpu::task::Dst;
 use crate::cpu::vector::Vector;
-
-/// Bytes of a cache line.
-const LINE_BYTES: usize = 64;
 
 /// Rows of a query tile in one buffer.
 #[derive(Clone, Copy)]

@@ -272,7 +272,7 @@ unsafe fn key_gradients<V: Vector, const N: usize>(
                     by_vectors!(
                         vectors,
                         N,
-                        add_columns::<V, TILE_ROWS>(a, w.p_stride, b, stride, steps, c, stride)
+                        add_product::<V, false, TILE_ROWS>(a, w.p_stride, b, stride, steps, c, stride)
                     );
                     continue;
                 }
@@ -282,7 +282,11 @@ unsafe fn key_gradients<V: Vector, const N: usize>(
                     let (a, c) = (a.add(seen.start * w.p_stride + i), c.add(i * stride));
                     let b = b.add(seen.start * stride);
                     let steps = seen.len();
-                    by_vectors!(vectors, N, add_columns::<V, 1>(a, w.p_stride, b, stride, steps, c, stride));
+                    by_vectors!(
+                        vectors,
+                        N,
+                        add_product::<V, false, 1>(a, w.p_stride, b, stride, steps, c, stride)
+                    );
                 }
             }
         }
@@ -357,7 +361,7 @@ unsafe fn query_gradients<V: Vector, const N: usize>(
                         by_vectors!(
                             vectors,
                             N,
-                            add_rows::<V, TILE_ROWS>(a, w.p_stride, b, stride, steps, c, stride)
+                            add_product::<V, true, TILE_ROWS>(a, w.p_stride, b, stride, steps, c, stride)
                         );
                         continue;
                     }
@@ -369,7 +373,11 @@ unsafe fn query_gradients<V: Vector, const N: usize>(
                         let a = w.ds.add(row * w.p_stride + from);
                         let b = w.k.add(from * stride + left);
                         let c = w.dq.add(row * stride + left);
-                        by_vectors!(vectors, N, add_rows::<V, 1>(a, w.p_stride, b, stride, steps, c, stride));
+                        by_vectors!(
+                            vectors,
+                            N,
+                            add_product::<V, true, 1>(a, w.p_stride, b, stride, steps, c, stride)
+                        );
                     }
                 }
             }
@@ -379,9 +387,9 @@ unsafe fn query_gradients<V: Vector, const N: usize>(
     }
 }
 
-/// c += a·b, a by rows.
+/// c += a·b; a lies by rows or (`BY_ROWS` false) by columns.
 #[inline(always)]
-unsafe fn add_rows<V: Vector, const R: usize, const M: usize>(
+unsafe fn add_product<V: Vector, const BY_ROWS: bool, const R: usize, const M: usize>(
     a: *const f32,
     a_stride: usize,
     b: *const f32,
@@ -392,25 +400,7 @@ unsafe fn add_rows<V: Vector, const R: usize, const M: usize>(
 ) {
     // SAFETY: the caller's tiles.
     unsafe {
-        let acc = product::<V, R, M, true>(a, a_stride, b, b_stride, steps);
-        add_tile(c, c_stride, &acc);
-    }
-}
-
-/// c += aᵀ·b, a by columns.
-#[inline(always)]
-unsafe fn add_columns<V: Vector, const R: usize, const M: usize>(
-    a: *const f32,
-    a_stride: usize,
-    b: *const f32,
-    b_stride: usize,
-    steps: usize,
-    c: *mut f32,
-    c_stride: usize,
-) {
-    // SAFETY: the caller's tiles.
-    unsafe {
-        let acc = product::<V, R, M, false>(a, a_stride, b, b_stride, steps);
+        let acc = product::<V, R, M, BY_ROWS>(a, a_stride, b, b_stride, steps);
         add_tile(c, c_stride, &acc);
     }
 }
