@@ -5,7 +5,7 @@ use suanpan_base::{BadArgument, DType};
 use suanpan_ledger::AttnBooks;
 
 use crate::plan::{Plan, Seq};
-use crate::problem::KvLayout;
+use crate::problem::{KvLayout, fits_powers_of_two};
 use crate::run::{Args, Strides};
 use crate::workspace::{Sizes, Workspace};
 
@@ -69,11 +69,16 @@ fn check_dtype(field: &str, got: DType, want: DType) -> Result<(), BadArgument> 
 fn check_head_scores(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgument> {
     let (scores, heads) = (plan.problem.scores, plan.problem.heads.num_q_heads);
     let given = args.head_scores;
-    let slope_ok = |x: f32| x.is_finite();
     let sink_ok = |x: f32| !x.is_nan() && x != f32::INFINITY;
     type Numbers<'a> = (&'a str, bool, Option<&'a [f32]>, fn(f32) -> bool, &'a str);
     let all: [Numbers<'_>; 2] = [
-        ("alibi_slopes", scores.alibi, given.alibi_slopes, slope_ok, "finite slopes"),
+        (
+            "alibi_slopes",
+            scores.alibi,
+            given.alibi_slopes,
+            fits_powers_of_two,
+            "finite slopes, at most 2.3e38 in size",
+        ),
         ("sinks", scores.sink, given.sinks, sink_ok, "logits below infinity"),
     ];
     for (field, wanted, numbers, good, supported) in all {

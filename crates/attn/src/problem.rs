@@ -76,6 +76,11 @@ pub struct Problem {
     pub kv: KvLayout,
 }
 
+/// Whether a factor of natural scores stays finite as a factor of powers of two, in which the kernels hold them.
+pub(crate) fn fits_powers_of_two(x: f32) -> bool {
+    (x * std::f32::consts::LOG2_E).is_finite()
+}
+
 impl Problem {
     /// The factor of q·k in use.
     pub fn scale(&self) -> f32 {
@@ -94,14 +99,14 @@ impl Problem {
             return Err(BadArgument::new(OP, "num_q_heads", self.heads.num_q_heads, "1 to 2^20"));
         }
         if let Some(s) = self.softmax_scale
-            && !s.is_finite()
+            && !fits_powers_of_two(s)
         {
-            return Err(BadArgument::new(OP, "softmax_scale", s, "a finite number"));
+            return Err(BadArgument::new(OP, "softmax_scale", s, "a finite number, at most 2.3e38 in size"));
         }
         if let Some(cap) = self.scores.softcap
-            && !(cap > 0.0 && cap.is_finite())
+            && !(cap > 0.0 && fits_powers_of_two(cap))
         {
-            return Err(BadArgument::new(OP, "softcap", cap, "a positive finite number"));
+            return Err(BadArgument::new(OP, "softcap", cap, "a positive finite number, at most 2.3e38"));
         }
         if let KvLayout::Paged { page_size } = self.kv
             && !(1..=1 << 20).contains(&page_size)
@@ -132,8 +137,9 @@ mod tests {
         assert_eq!(field(Problem { heads: HeadShape::new(4, 2, 577), ..ok }), "head_dim_qk");
         assert_eq!(field(Problem { heads: HeadShape::new(4, 3, 64), ..ok }), "num_kv_heads");
         assert_eq!(field(Problem { softmax_scale: Some(f32::NAN), ..ok }), "softmax_scale");
+        assert_eq!(field(Problem { softmax_scale: Some(f32::MAX), ..ok }), "softmax_scale");
         assert_eq!(field(Problem { kv: KvLayout::Paged { page_size: 0 }, ..ok }), "page_size");
-        for cap in [0.0, -30.0, f32::NAN, f32::INFINITY] {
+        for cap in [0.0, -30.0, f32::NAN, f32::INFINITY, f32::MAX] {
             let scores = Scores { softcap: Some(cap), ..Scores::default() };
             assert_eq!(field(Problem { scores, ..ok }), "softcap");
         }

@@ -24,7 +24,7 @@ pub struct Strides {
 /// The numbers of each head that the problem's `Scores` ask for; what they do not ask for must be absent.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HeadScores<'a> {
-    /// `[num_q_heads]`, finite: ALiBi slopes.
+    /// `[num_q_heads]`, finite, at most 2.3e38 in size: ALiBi slopes.
     pub alibi_slopes: Option<&'a [f32]>,
     /// `[num_q_heads]`: sink logits, natural; -inf is no sink.
     pub sinks: Option<&'a [f32]>,

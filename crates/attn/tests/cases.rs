@@ -435,6 +435,21 @@ fn numbers_of_heads_that_do_not_fit_the_problem_are_refused_by_name() {
     assert_eq!(refused(none, Some(&[0.5, 0.5]), None).as_deref(), Some("alibi_slopes length"));
     assert_eq!(refused(none, None, Some(&[])).as_deref(), Some("sinks length"));
     assert_eq!(refused(alibi, Some(&[0.5, f32::INFINITY]), None).as_deref(), Some("alibi_slopes[1]"));
+    // Finite, but not in the powers of two that the kernels compute in.
+    assert_eq!(refused(alibi, Some(&[f32::MAX, 0.5]), None).as_deref(), Some("alibi_slopes[0]"));
     assert_eq!(refused(sink, None, Some(&[f32::NAN, 0.0])).as_deref(), Some("sinks[0]"));
     assert_eq!(refused(sink, None, Some(&[0.0, f32::INFINITY])).as_deref(), Some("sinks[1]"));
+}
+
+#[test]
+fn the_largest_softcap_taken_turns_scores_into_nan() {
+    for rows in [1, 20] {
+        let scores = Scores { softcap: Some(2.3e38), ..Scores::default() };
+        let c = Case::new(HeadShape::new(1, 1, 16), Mask::CAUSAL, &[(rows, 40)]).scores(scores);
+        let data = Data::random(&c);
+        for m in machines() {
+            let r = run_case(&c, &data, &m, f32::NAN);
+            assert!(r.out.iter().chain(&r.lse).all(|x| x.is_finite()), "{m}");
+        }
+    }
 }
