@@ -453,3 +453,24 @@ fn the_largest_softcap_taken_turns_scores_into_nan() {
         }
     }
 }
+
+#[test]
+fn a_softcap_after_the_mask_lets_masked_keys_back_in() {
+    // [C08] (a) a cap that ran after masking would give row 0 a share of the future key: 26.89.
+    let capped = |cap| Scores { softcap: Some(cap), ..Scores::default() };
+    let masked = Case::new(HeadShape::new(1, 1, 1), Mask::CAUSAL, &[(2, 2)]).scores(capped(1.0));
+    let data = Data { q: vec![0.0; 2], k: vec![0.0; 2], v: vec![0.0, 100.0] };
+    // (b) 8.808 would be no cap at all.
+    let bent = Case::new(HeadShape::new(1, 1, 1), Mask::FULL, &[(1, 2)]).scores(capped(2.0)).scale(1.0);
+    let bent_data = Data { q: vec![1.0], k: vec![0.0, 2.0], v: vec![0.0, 10.0] };
+    for m in machines() {
+        for c in layouts(&masked) {
+            assert_eq!(run_case(&c, &data, &m, f32::NAN).out, [0.0, 50.0], "{m}: {c:?}");
+        }
+        for c in layouts(&bent) {
+            let r = run_case(&c, &bent_data, &m, f32::NAN);
+            close(r.out[0], 8.21007, 1e-5, "out");
+            close(r.lse[0], 1.72041, 1e-5, "lse");
+        }
+    }
+}
