@@ -8,7 +8,7 @@ use half::bf16;
 use rayon::prelude::*;
 use suanpan_attn::cpu::stream;
 use suanpan_attn::reference::{self, Spec};
-use suanpan_attn::{Args, HeadScores, KvLayout, Limits, Machine, Plan, Problem, Scores, Strides, Workspace};
+use suanpan_attn::{Args, Extras, KvLayout, Limits, Machine, Plan, Problem, Strides, Workspace};
 use suanpan_base::{BadArgument, Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_cache::{KvStorage, LayerShape};
 use suanpan_ledger::AttnBooks;
@@ -290,7 +290,7 @@ impl Subject {
         let q_strides = self.q_strides();
         let ((k, k_strides), (v, v_strides)) = (self.memory.k(), self.memory.v());
         let args = Args {
-            head_scores: HeadScores::default(),
+            extras: Extras::default(),
             q: self.q.buf(),
             q_strides,
             k,
@@ -302,6 +302,7 @@ impl Subject {
             out: self.out.buf_mut(),
             out_strides: q_strides,
             lse: None,
+            max_scores: None,
         };
         suanpan_attn::run(&self.plan, args, ws, std::slice::from_mut(books))
     }
@@ -347,13 +348,10 @@ fn time(
     causal: bool, len: SeqLen, page_size: Option<usize>,
 ) -> Result<Row, BadArgument> {
     let problem = Problem {
-        heads,
-        mask: if causal { Mask::CAUSAL } else { Mask::FULL },
-        scores: Scores::default(),
-        softmax_scale: None,
         q_dtype: dtype,
         kv_dtype: dtype,
         kv: page_size.map_or(KvLayout::Contiguous, |page_size| KvLayout::Paged { page_size }),
+        ..Problem::new(heads, if causal { Mask::CAUSAL } else { Mask::FULL })
     };
     let mut subject = Subject::new(&problem, machine, len)?;
     let mut ws = Workspace::for_plans(&[&subject.plan]);

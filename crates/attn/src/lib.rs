@@ -9,6 +9,8 @@
 pub mod backward;
 mod check;
 pub mod cpu;
+pub mod dropout;
+pub mod extras;
 pub mod plan;
 pub mod problem;
 pub mod reference;
@@ -17,7 +19,8 @@ pub mod workspace;
 
 pub use backward::{BackwardArgs, BackwardPlan, BackwardWorkspace, run_backward};
 pub use cpu::detect::{Isa, Machine};
+pub use extras::{Bias, BiasStrides, BlockMask, DropoutKey, Extras, TreeMask};
 pub use plan::{Kernel, Limits, Plan};
-pub use problem::{KvLayout, Problem, Scores};
-pub use run::{Args, HeadScores, Strides, run};
+pub use problem::{BlockShape, KvLayout, Problem, Scores};
+pub use run::{Args, Strides, run};
 pub use workspace::Workspace;

@@ -11,6 +11,7 @@ use suanpan_base::{BadArgument, SeqLen};
 use suanpan_ledger::{AttnBooks, kernel};
 
 use crate::cpu::detect::Machine;
+use crate::extras::Extras;
 use crate::problem::{OP, Problem};
 
 /// Rows (query tokens × group) up to which keys are dotted in place instead of packed.
@@ -99,8 +100,12 @@ pub(crate) struct Unit {
     pub tokens: usize,
     pub kv_head: usize,
     pub kv_heads: usize,
+    /// Keys `0 .. head_end` and `key_start .. key_end`, apart from each other.
+    pub head_end: usize,
     pub key_start: usize,
     pub key_end: usize,
+    /// Some row sees other keys than a clipped run of them: rows are looked up bit by bit.
+    pub by_bits: bool,
     /// First partial row of the tile (only with `splits > 1`).
     pub partial: usize,
     /// Arrival counter of the tile times num_kv_heads.
@@ -198,13 +203,23 @@ impl Plan {
             return 1;
         }
         let hull = self.problem.mask.visible_hull(len, 0..len.seqlen_q);
-        Cut::new(&hull, most_splits_of(len.seqlen_q)).count
+        Cut::new(&hull.run, most_splits_of(len.seqlen_q)).count
     }
 
-    /// What the ledger expects one call of a sequence of this length to compute and read.
+    /// What the ledger expects one call of a sequence of this length to compute and read. With a tree or block mask this is a bound from
+    /// above; [`Plan::predicted_with`] looks at the bits.
     pub fn predicted(&self, len: SeqLen) -> AttnBooks {
         let p = &self.problem;
         kernel::attention_books(p.heads, p.mask, len, p.kv_dtype, self.tile_q_for(len))
+    }
+
+    /// What the ledger expects the call to compute and read for sequence `seq` of the schedule, under the call's tree and block masks.
+    /// Looks at every pair, one by one. Panics when `extras` do not fit the problem.
+    pub fn predicted_with(&self, seq: usize, extras: &Extras<'_>) -> AttnBooks {
+        let (p, Seq { len, q_start, .. }) = (&self.problem, self.seqs[seq]);
+        let seen = |head: usize, row: usize, key: usize| extras.sees(p, (seq, len, q_start), head, row, key);
+        let tile = (self.tile_q_for(len), KEY_BLOCK);
+        kernel::attention_books_seen(p.heads, p.mask, len, p.kv_dtype, tile, seen)
     }
 
     /// Lays out a batch. Nothing is allocated within the limits; past them it is a refusal and the plan keeps its old schedule.
@@ -247,9 +262,13 @@ impl Plan {
         while token < len.seqlen_q {
             let tokens = tile.min(len.seqlen_q - token);
             let hull = self.problem.mask.visible_hull(len, token..token + tokens);
-            let cut = Cut::new(&hull, if splits > 1 { most_splits_of(len.seqlen_q) } else { 1 });
+            // Rows before the last one see a head where it does, or have it in their run.
+            let apart = self.problem.mask.visible(len, token + tokens - 1).head > 0;
+            let by_bits = apart || self.problem.tree || self.problem.block_mask.is_some();
+            let cut = Cut::new(&hull.run, if splits > 1 { most_splits_of(len.seqlen_q) } else { 1 });
             for (split, kv_head) in (0..splits).flat_map(|s| heads_of(s, heads.num_kv_heads, together)) {
-                let keys = cut.range(&hull, split);
+                let keys = cut.range(&hull.run, split);
+                let head_end = if split == 0 { hull.head } else { 0 };
                 let kv_heads = together.min(heads.num_kv_heads - kv_head);
                 self.units.push(Unit {
                     seq,
@@ -259,11 +278,13 @@ impl Plan {
                     tokens,
                     kv_head,
                     kv_heads,
+                    head_end,
                     key_start: keys.start,
                     key_end: keys.end,
+                    by_bits,
                     partial: *partial,
                     arrival: self.arrivals,
-                    cost: (keys.len() * tokens * kv_heads) as u64,
+                    cost: ((head_end + keys.len()) * tokens * kv_heads) as u64,
                 });
             }
             if splits > 1 {
@@ -349,9 +370,19 @@ impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let p = &self.problem;
         let h = p.heads;
+        let narrowed = match (p.tree, p.block_mask) {
+            (false, None) => String::new(),
+            (true, None) => " narrowed by a tree".to_string(),
+            (tree, Some(b)) => format!(
+                " narrowed by blocks of {} x {}{}",
+                b.rows,
+                b.keys,
+                if tree { " and a tree" } else { "" }
+            ),
+        };
         writeln!(
             f,
-            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}{}, {}; {}",
+            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}{narrowed}{}, {}; {}",
             h.num_q_heads,
             h.num_kv_heads,
             h.head_dim_qk,
@@ -385,13 +416,11 @@ impl fmt::Display for Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::{KvLayout, Scores};
     use suanpan_base::{DType, HeadShape, Mask};
 
     fn plan(heads: HeadShape, mask: Mask) -> Plan {
         let (q_dtype, kv_dtype) = (DType::F32, DType::Bf16);
-        let (scores, softmax_scale, kv) = (Scores::default(), None, KvLayout::Contiguous);
-        let problem = Problem { heads, mask, scores, softmax_scale, q_dtype, kv_dtype, kv };
+        let problem = Problem { q_dtype, kv_dtype, ..Problem::new(heads, mask) };
         let limits = Limits { max_seqs: 4, max_total_q: 4096, max_seqlen_k: 1 << 20 };
         Plan::new(&problem, &Machine::detect(2), limits).unwrap()
     }

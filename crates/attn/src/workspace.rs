@@ -4,6 +4,9 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
+use suanpan_base::Seen;
+
+use crate::cpu::seen::Bits;
 use crate::plan::{DIRECT_TASK_ROWS, KEY_BLOCK, Plan};
 
 /// Rows of a register tile; packed rows come in multiples of it.
@@ -38,8 +41,10 @@ pub(crate) struct SlotLayout {
     pub k: usize,
     pub v: usize,
     pub zeros: usize,
-    /// usize pairs: visible key range a row.
+    /// `Seen`: visible keys a row.
     pub visible: usize,
+    /// `Bits`: visible keys of the block at hand a row.
+    pub bits: usize,
     /// usize: element offsets of the K rows and V rows of a block, then of the next one.
     pub offsets: usize,
     pub end: usize,
@@ -72,7 +77,8 @@ impl SlotLayout {
             k: part(KEY_BLOCK * dqk),
             v: part(KEY_BLOCK * dv),
             zeros: part(dqk),
-            visible: part(rows * 2 * words),
+            visible: part(rows * size_of::<Seen>() / size_of::<f32>()),
+            bits: part(rows * size_of::<Bits>() / size_of::<f32>()),
             offsets: part(4 * KEY_BLOCK * words),
             // One line between slots keeps neighbours' prefetches apart.
             end: part(LINE),

@@ -8,6 +8,7 @@ use super::plan::BackwardPlan;
 use super::run::BackwardArgs;
 use super::workspace::{BackwardWorkspace, Sizes};
 use crate::check::{extent, rows_are_disjoint};
+use crate::extras::Asked;
 
 const OP: &str = "attention backward";
 
@@ -49,6 +50,14 @@ pub(crate) fn check(
     if let Some((field, need, have)) = ws.sizes.lacks(&Sizes::of(plan)) {
         let supported = format!("at least {need}: made for this plan");
         return Err(refuse(format!("workspace ({field})"), have, supported));
+    }
+    let asked = Asked { op: OP, problem: &plan.problem, total_q: plan.total_q };
+    asked.check(&args.extras, plan.seqs.iter().map(|s| s.len))?;
+    if let Some(d_sinks) = &args.d_sinks {
+        let want = if plan.problem.scores.sink { plan.problem.heads.num_q_heads } else { 0 };
+        if d_sinks.len() != want || want == 0 {
+            return Err(refuse("d_sinks length", d_sinks.len(), format!("{want}, one a sink")));
+        }
     }
     let want = checked_product(OP, "lse", &[plan.total_q, plan.problem.heads.num_q_heads])?;
     for (field, len) in [("lse length", Some(args.lse.len())), ("d_lse length", args.d_lse.map(<[f32]>::len))]

@@ -8,12 +8,13 @@ use std::fmt;
 use std::ops::Range;
 
 use suanpan_base::error::checked_product;
-use suanpan_base::{BadArgument, DType, SeqLen};
+use suanpan_base::{BadArgument, DType, Seen, SeqLen};
 use suanpan_ledger::{BackwardBooks, kernel};
 
 use crate::cpu::detect::Machine;
+use crate::extras::Extras;
 use crate::plan::Limits;
-use crate::problem::{KvLayout, Problem, Scores};
+use crate::problem::{KvLayout, Problem};
 
 /// The name under which this file refuses a request.
 const OP: &str = "attention backward plan";
@@ -63,15 +64,6 @@ impl BackwardPlan {
         problem.check()?;
         if let KvLayout::Paged { .. } = problem.kv {
             return Err(BadArgument::new(OP, "kv", problem.kv, KvLayout::Contiguous));
-        }
-        if problem.scores != Scores::default() {
-            let asked = problem.scores.to_string();
-            return Err(BadArgument::new(
-                OP,
-                "scores",
-                asked,
-                "scale and mask alone: no softcap, ALiBi or sink",
-            ));
         }
         limits.check(OP)?;
         let mut plan = BackwardPlan {
@@ -124,10 +116,18 @@ impl BackwardPlan {
         }
     }
 
-    /// What the ledger expects one call of a sequence of this length to compute and read.
+    /// What the ledger expects one call of a sequence of this length to compute and read; with a tree or block mask a bound from above.
     pub fn predicted(&self, len: SeqLen) -> BackwardBooks {
         let p = &self.problem;
         kernel::backward_books(p.heads, p.mask, len, (p.q_dtype, p.kv_dtype), self.tile_q(), self.tile_k())
+    }
+
+    /// The same for sequence `seq` of the schedule under the call's tree and block masks, pair by pair. Panics when `extras` do not fit.
+    pub fn predicted_with(&self, seq: usize, extras: &Extras<'_>) -> BackwardBooks {
+        let (p, BackwardSeq { len, q_start, .. }) = (&self.problem, self.seqs[seq]);
+        let tiles = (self.tile_q(), self.tile_k());
+        let seen = |head: usize, row: usize, key: usize| extras.sees(p, (seq, len, q_start), head, row, key);
+        kernel::backward_books_seen(p.heads, p.mask, len, (p.q_dtype, p.kv_dtype), tiles, seen)
     }
 
     /// Lays out a batch. Nothing is allocated within the limits; past them it is a refusal and the plan keeps its old schedule.
@@ -156,21 +156,24 @@ impl BackwardPlan {
         for tile in (0..len.seqlen_k.div_ceil(tile_k)).rev() {
             let key_start = tile * tile_k;
             let keys = tile_k.min(len.seqlen_k - key_start);
-            let rows = self.rows_that_see(len, key_start..key_start + keys);
-            remaining += (rows.len() * keys) as u64;
+            // Heads are short and seen by nearly everybody.
+            let in_head =
+                len.seqlen_q > 0 && key_start < self.problem.mask.visible(len, len.seqlen_q - 1).head;
+            let rows = self.rows_that_see(len, key_start..key_start + keys).len();
+            remaining += (if in_head { len.seqlen_q } else { rows } * keys) as u64;
             for kv_head in 0..self.problem.heads.num_kv_heads as u32 {
                 self.units.push(BackwardUnit { seq, kv_head, key_start, keys, remaining });
             }
         }
     }
 
-    /// Query tokens of a sequence that may see a key of `keys`; starts and ends of visible ranges grow with the token.
+    /// Query tokens of a sequence whose run reaches a key of `keys`; starts and ends of visible ranges grow with the token.
     fn rows_that_see(&self, len: SeqLen, keys: Range<usize>) -> Range<usize> {
         let first = |stop: &dyn Fn(Range<usize>) -> bool| {
             let (mut low, mut high) = (0, len.seqlen_q);
             while low < high {
                 let middle = low + (high - low) / 2;
-                if stop(self.problem.mask.visible(len, middle)) {
+                if stop(self.problem.mask.visible(len, middle).run) {
                     high = middle;
                 } else {
                     low = middle + 1;
@@ -183,9 +186,16 @@ impl BackwardPlan {
     }
 
     /// Keys that query tile `tile` of a sequence of this length may see (its hull).
-    pub(crate) fn hull(&self, len: SeqLen, tile: usize) -> Range<usize> {
+    pub(crate) fn hull(&self, len: SeqLen, tile: usize) -> Seen {
         let start = tile * self.tile_q();
         self.problem.mask.visible_hull(len, start..(start + self.tile_q()).min(len.seqlen_q))
+    }
+
+    /// Whether rows of query tile `tile` see other keys than runs of them.
+    pub(crate) fn by_bits(&self, len: SeqLen, tile: usize) -> bool {
+        let last = ((tile + 1) * self.tile_q()).min(len.seqlen_q) - 1;
+        let p = &self.problem;
+        p.tree || p.block_mask.is_some() || p.mask.visible(len, last).head > 0
     }
 
     /// Rows of the widest query tile: query tokens × group.
@@ -220,7 +230,7 @@ impl fmt::Display for BackwardPlan {
         let h = p.heads;
         writeln!(
             f,
-            "attention backward: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}; {}",
+            "attention backward: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}{}; {}",
             h.num_q_heads,
             h.num_kv_heads,
             h.head_dim_qk,
@@ -228,6 +238,7 @@ impl fmt::Display for BackwardPlan {
             p.q_dtype,
             p.kv_dtype,
             p.mask,
+            p.scores,
             self.machine
         )?;
         let place = if self.sums_apart() { "f32 sums in the workspace" } else { "place" };
@@ -252,15 +263,7 @@ mod tests {
 
     fn plan(heads: HeadShape, mask: Mask) -> BackwardPlan {
         let (q_dtype, kv_dtype) = (DType::Bf16, DType::Bf16);
-        let problem = Problem {
-            heads,
-            mask,
-            scores: Scores::default(),
-            softmax_scale: None,
-            q_dtype,
-            kv_dtype,
-            kv: KvLayout::Contiguous,
-        };
+        let problem = Problem { q_dtype, kv_dtype, ..Problem::new(heads, mask) };
         let limits = Limits { max_seqs: 4, max_total_q: 9000, max_seqlen_k: 5000 };
         BackwardPlan::new(&problem, &Machine::detect(2), limits).unwrap()
     }
@@ -298,7 +301,7 @@ mod tests {
                 for keys in (0..k).flat_map(|a| (a + 1..=k).map(move |b| a..b)) {
                     let rows = p.rows_that_see(len, keys.clone());
                     for i in 0..q {
-                        let seen = mask.visible(len, i);
+                        let seen = mask.visible(len, i).run;
                         let sees = !seen.is_empty() && seen.start < keys.end && seen.end > keys.start;
                         assert_eq!(rows.contains(&i), sees, "{mask} {len:?} {keys:?} row {i}");
                     }

@@ -2,22 +2,32 @@
 #![allow(dead_code)] // each test binary uses a part
 
 pub mod backward;
+pub mod beside;
+pub mod random;
+
+use std::num::NonZeroUsize;
 
 use half::bf16;
 use rayon::ThreadPool;
 use suanpan_attn::reference::{self, Spec};
 use suanpan_attn::{
-    Args, HeadScores, Isa, KvLayout, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
+    Args, BlockShape, Isa, KvLayout, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
 };
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
+
+use beside::{Beside, Pairs};
 
 /// Everything that decides a run; prints as one line that reproduces it.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub heads: HeadShape,
     pub mask: Mask,
+    pub tree: bool,
+    pub block_mask: Option<BlockShape>,
     pub scores: Scores,
+    /// Which of sequence, head, row and key a bias is broadcast over.
+    pub broadcast: [bool; 4],
     pub scale: Option<f32>,
     pub q_dtype: DType,
     pub kv_dtype: DType,
@@ -31,7 +41,10 @@ impl Case {
         Case {
             heads,
             mask,
+            tree: false,
+            block_mask: None,
             scores: Scores::default(),
+            broadcast: [false; 4],
             scale: None,
             q_dtype: DType::F32,
             kv_dtype: DType::F32,
@@ -52,11 +65,21 @@ impl Case {
     pub fn scores(self, scores: Scores) -> Case {
         Case { scores, ..self }
     }
-    /// Slopes that differ by head, as ALiBi's do, and one head without.
+    /// Block masks of `rows` query tokens x `keys` keys.
+    pub fn blocks(self, rows: usize, keys: usize) -> Case {
+        let shape = |n| NonZeroUsize::new(n).unwrap();
+        Case { block_mask: Some(BlockShape { rows: shape(rows), keys: shape(keys) }), ..self }
+    }
+    /// Bits decide what rows see.
+    pub fn by_bits(&self) -> bool {
+        self.tree || self.block_mask.is_some()
+    }
+    /// Slopes that differ by head, as ALiBi's do, and one head without. Gentler ones where bits may hide every near key: what is left of
+    /// scores of hundreds are their own roundings, in any f32 arithmetic.
     pub fn slopes(&self) -> Vec<f32> {
-        (0..self.heads.num_q_heads)
-            .map(|h| if h == 3 { 0.0 } else { 0.5f32.powi(h as i32 % 9 + 1) })
-            .collect()
+        let gentle = if self.by_bits() { 5 } else { 1 };
+        let slope = |h: usize| if h == 3 { 0.0 } else { 0.5f32.powi(h as i32 % 9 + gentle) };
+        (0..self.heads.num_q_heads).map(slope).collect()
     }
     /// Sinks of all sizes, none at all among them.
     pub fn sinks(&self) -> Vec<f32> {
@@ -73,6 +96,8 @@ impl Case {
         Problem {
             heads: self.heads,
             mask: self.mask,
+            tree: self.tree,
+            block_mask: self.block_mask,
             scores: self.scores,
             softmax_scale: self.scale,
             q_dtype: self.q_dtype,
@@ -245,11 +270,11 @@ fn paged(c: &Case, data: &Data, poison: f32, page_size: usize) -> Layout {
             let id = (next * 5 + 3) % num_pages;
             next += 1;
             let keys = page * page_size..((page + 1) * page_size).min(s.seqlen_k);
-            if keys.start >= hull.end || keys.end <= hull.start {
+            if !keys.clone().any(|key| hull.contains(key)) {
                 continue; // Never visible: the id stays hostile and the bytes poison.
             }
             table[i * table_stride + page] = id as u32;
-            for key in keys.filter(|key| hull.contains(key)) {
+            for key in keys.filter(|&key| hull.contains(key)) {
                 for head in 0..h.num_kv_heads {
                     let row = (first + key) * h.num_kv_heads + head;
                     let slot = key % page_size;
@@ -271,11 +296,12 @@ fn paged(c: &Case, data: &Data, poison: f32, page_size: usize) -> Layout {
     Layout { k, v, k_strides: ks, v_strides: vs, table, table_stride }
 }
 
-/// Result: out `[total_q, heads, dv]`, lse `[heads, total_q]`, books a sequence.
+/// Result: out `[total_q, heads, dv]`, lse `[heads, total_q]`, the largest score a head, books a sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
     pub out: Vec<f32>,
     pub lse: Vec<f32>,
+    pub max_scores: Vec<f32>,
     pub books: Vec<AttnBooks>,
 }
 
@@ -296,13 +322,11 @@ pub fn run_case(c: &Case, data: &Data, machine: &Machine, poison: f32) -> Outcom
     let mut out = Flat::filled(c.total_q() * out_strides.0 + 3, CANARY, c.q_dtype);
     let mut lse = vec![f32::NAN; h.num_q_heads * c.total_q()];
     let mut books = vec![AttnBooks::default(); c.seqs.len()];
-    let (slopes, sinks) = (c.slopes(), c.sinks());
-    let head_scores = HeadScores {
-        alibi_slopes: c.scores.alibi.then_some(&slopes[..]),
-        sinks: c.scores.sink.then_some(&sinks[..]),
-    };
+    let beside = Beside::of(c);
+    let extras = beside.extras(c);
+    let mut max_scores = vec![f32::NAN; h.num_q_heads];
     let args = Args {
-        head_scores,
+        extras,
         q: q.buf(),
         q_strides: (h.num_q_heads * h.head_dim_qk, h.head_dim_qk),
         k: layout.k.buf(),
@@ -314,10 +338,12 @@ pub fn run_case(c: &Case, data: &Data, machine: &Machine, poison: f32) -> Outcom
         out: out.buf_mut(),
         out_strides,
         lse: Some(&mut lse),
+        max_scores: Some(&mut max_scores),
     };
     run(&plan, args, &mut ws, &mut books).unwrap_or_else(|e| panic!("{e}: {c:?}"));
     for (i, (len, book)) in c.seqs.iter().zip(&books).enumerate() {
-        assert_eq!(*book, plan.predicted(*len), "books of sequence {i}: {c:?} {plan}");
+        let predicted = if c.by_bits() { plan.predicted_with(i, &extras) } else { plan.predicted(*len) };
+        assert_eq!(*book, predicted, "books of sequence {i}: {c:?} {plan}");
     }
     let flat = out.to_f32();
     let mut dense = Vec::new();
@@ -330,7 +356,7 @@ pub fn run_case(c: &Case, data: &Data, machine: &Machine, poison: f32) -> Outcom
         }
     }
     assert!(flat.iter().zip(&used).all(|(x, u)| *u || *x == CANARY), "canary overwritten: {c:?}");
-    Outcome { out: dense, lse, books }
+    Outcome { out: dense, lse, max_scores, books }
 }
 
 pub fn machine(threads: usize) -> Machine {
@@ -343,31 +369,34 @@ pub fn machines() -> Vec<Machine> {
 
 /// Plain attention of one row in f32: scores, max, exp, sum, weighted sum, one after another.
 #[rustfmt::skip]
-fn plain_row_f32(c: &Case, len: SeqLen, i: usize, h: usize, q: &[f32], k: &[f32], v: &[f32], o: &mut [f32]) -> f32 {
+fn plain_row_f32(c: &Case, spec: &Spec<'_>, len: SeqLen, i: usize, h: usize, q: &[f32], k: &[f32], v: &[f32], o: &mut [f32]) -> f32 {
     let (heads, kv_head) = (c.heads, h / c.heads.group_size());
     let scale = c.problem().scale();
     let q = &q[(i * heads.num_q_heads + h) * heads.head_dim_qk..][..heads.head_dim_qk];
-    let keys = c.mask.visible(len, i);
+    let keys = spec.keys(len, i, h);
     let sink = if c.scores.sink { c.sinks()[h] } else { f32::NEG_INFINITY };
     o.fill(0.0);
-    if keys.is_empty() {
-        return sink;
-    }
-    let s: Vec<f32> = keys.clone().map(|j| {
+    let s: Vec<f32> = keys.iter().map(|&j| {
         let k = &k[(j * heads.num_kv_heads + kv_head) * heads.head_dim_qk..][..heads.head_dim_qk];
         let mut s = q.iter().zip(k).map(|(a, b)| a * b).sum::<f32>() * scale;
-        if let Some(cap) = c.scores.softcap {
+        if let Some(cap) = c.scores.softcap.filter(|&cap| cap > 0.0) {
             s = cap * (s / cap).tanh();
+        }
+        if let Some(bias) = spec.bias {
+            s += bias(h, i, j) as f32;
         }
         if c.scores.alibi {
             s -= c.slopes()[h] * (c.mask.centre(len, i) - j as i64).abs() as f32;
         }
         s
     }).collect();
+    if s.iter().all(|&s| s == f32::NEG_INFINITY) {
+        return sink;
+    }
     let max = s.iter().copied().fold(sink, f32::max);
     let sum: f32 = s.iter().map(|s| (s - max).exp()).sum::<f32>() + (sink - max).exp();
-    for (j, s) in keys.zip(&s) {
-        let p = (s - max).exp() / sum;
+    for (&j, s) in keys.iter().zip(&s) {
+        let p = (s - max).exp() / sum * spec.dropout.map_or(1.0, |kept| kept(h, i, j)) as f32;
         let v = &v[(j * heads.num_kv_heads + kv_head) * heads.head_dim_v..][..heads.head_dim_v];
         o.iter_mut().zip(v).for_each(|(o, v)| *o += p * v);
     }
@@ -380,16 +409,13 @@ pub fn judge(c: &Case, data: &Data, got: &Outcome) {
     let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
     let (q64, k64, v64) = (wide(&data.q), wide(&data.k), wide(&data.v));
     let (mut q0, mut k0) = (0, 0);
-    let (slopes, sinks) = (wide(&c.slopes()), wide(&c.sinks()));
-    let spec = Spec {
-        softcap: c.scores.softcap.map(f64::from),
-        alibi_slopes: c.scores.alibi.then_some(&slopes[..]),
-        sinks: c.scores.sink.then_some(&sinks[..]),
-        ..Spec::new(h, c.mask, f64::from(c.problem().scale()))
-    };
+    let beside = Beside::of(c);
     let (mut ours, mut plain, mut top) = (0.0f64, 0.0f64, 0.0f64);
     let (mut lse_ours, mut lse_plain, mut lse_top) = (0.0f64, 0.0f64, 1.0f64);
-    for len in &c.seqs {
+    for (seq, len) in c.seqs.iter().enumerate() {
+        let pairs = Pairs { c, beside: &beside, seq };
+        let of = pairs.functions();
+        let spec = pairs.spec(&of);
         let (qa, ka, va) = (
             q0 * h.num_q_heads * h.head_dim_qk,
             k0 * h.num_kv_heads * h.head_dim_qk,
@@ -401,8 +427,17 @@ pub fn judge(c: &Case, data: &Data, got: &Outcome) {
                 let mut o32 = vec![0.0; h.head_dim_v];
                 #[rustfmt::skip]
                 let l64 = reference::attention_row_f64(&spec, *len, i, head, &q64[qa..], &k64[ka..], &v64[va..], &mut o64);
-                let l32 =
-                    plain_row_f32(c, *len, i, head, &data.q[qa..], &data.k[ka..], &data.v[va..], &mut o32);
+                let l32 = plain_row_f32(
+                    c,
+                    &spec,
+                    *len,
+                    i,
+                    head,
+                    &data.q[qa..],
+                    &data.k[ka..],
+                    &data.v[va..],
+                    &mut o32,
+                );
                 let at = ((q0 + i) * h.num_q_heads + head) * h.head_dim_v;
                 for x in 0..h.head_dim_v {
                     let (g, r) = (got.out[at + x], o64[x]);

@@ -8,8 +8,11 @@ use suanpan_base::{Buf, BufMut, HeadShape, Mask};
 
 use crate::backward::plan::{BackwardPlan, BackwardUnit};
 use crate::backward::run::BackwardArgs;
-use crate::backward::workspace::{BackwardWorkspace, Counters, SlotLayout};
+use crate::backward::workspace::{BackwardWorkspace, Counters, SlotLayout, TILE_BLOCKS};
+use crate::cpu::seen::{Bits, Sight};
 use crate::cpu::task::{Dst, Src};
+use crate::dropout::Dropout;
+use crate::extras::Extras;
 use crate::workspace::TILE_ROWS;
 
 /// A strided buffer that is read.
@@ -89,6 +92,9 @@ pub(crate) struct Call<'a> {
     pub v: Source,
     pub out: Source,
     pub d_out: Source,
+    pub extras: Extras<'a>,
+    pub sight: Sight<'a>,
+    pub dropout: Option<Dropout>,
     pub lse: &'a [f32],
     pub d_lse: Option<&'a [f32]>,
     pub dq: Sink,
@@ -138,6 +144,12 @@ pub(crate) struct TileRows {
 }
 
 impl TileRows {
+    /// Query token of the tile and query head of row `row`.
+    #[inline(always)]
+    pub fn tile_token_and_head(&self, row: usize) -> (usize, usize) {
+        (row / self.group, self.kv_head * self.group + row % self.group)
+    }
+
     /// Token (of all sequences) and query head of row `row`.
     #[inline(always)]
     pub fn token_and_head(&self, row: usize) -> (usize, usize) {
@@ -156,6 +168,8 @@ pub(crate) struct Visit {
     /// First query token within the sequence.
     pub token: usize,
     pub turn: usize,
+    /// Rows see other keys than runs of them.
+    pub by_bits: bool,
     /// Key tiles that add to these rows of dq before this one.
     pub rank: u32,
     /// No key tile comes after this one.
@@ -179,6 +193,8 @@ pub(crate) struct Scratch<'s> {
     pub zeros: *mut f32,
     /// Columns of the key tile that each row sees.
     pub visible: &'s mut [Range<usize>],
+    /// The same as bits, where the visit goes by bits.
+    pub bits: &'s mut [[Bits; TILE_BLOCKS]],
     /// Rows of the query tile that see each group of keys.
     pub seen_by: &'s mut [Range<usize>],
     pub offsets: &'s mut [usize],
@@ -210,6 +226,14 @@ impl<'a> Call<'a> {
             v: Source::new(args.v, args.v_strides),
             out: Source::new(args.out, args.out_strides),
             d_out: Source::new(args.d_out, args.d_out_strides),
+            extras: args.extras,
+            sight: Sight::new(&plan.problem, &args.extras),
+            dropout: plan
+                .problem
+                .scores
+                .dropout
+                .zip(args.extras.dropout)
+                .map(|(p, key)| Dropout::new(p, key)),
             lse: args.lse,
             d_lse: args.d_lse,
             dq: Sink::new(args.dq, args.dq_strides),
@@ -251,6 +275,23 @@ impl<'a> Call<'a> {
         unsafe { super::run(&Task { call: self, work: Work::Keys(self.plan.units[unit]), slot }) }
     }
 
+    /// The gradient of head `head`'s sink: minus the sum, over all rows in their order, of the sink's weight times delta. Rows are prepared.
+    pub fn d_sink(&self, head: usize) -> f32 {
+        let Some(sink) = self.extras.sinks.map(|sinks| sinks[head]).filter(|s| *s > f32::NEG_INFINITY) else {
+            return 0.0;
+        };
+        let group = self.heads.group_size();
+        let first = head / group * self.plan.total_q * group + head % group;
+        let mut sum = 0.0f64;
+        for token in 0..self.plan.total_q {
+            // SAFETY: row constants of all tokens and heads were written before; nobody writes them now.
+            let delta = unsafe { *self.row_delta.add(first + token * group) };
+            let lse = self.lse[head * self.plan.total_q + token];
+            sum -= f64::from(sink - lse).exp().min(1.0) * f64::from(delta);
+        }
+        sum as f32
+    }
+
     /// The rows of query tile `tile` of sequence `seq` under a kv head.
     pub fn tile_rows(&self, seq: usize, tile: usize, kv_head: usize) -> TileRows {
         let (s, group) = (&self.plan.seqs[seq], self.heads.group_size());
@@ -271,6 +312,12 @@ impl Task<'_> {
         }
     }
 
+    /// Whether scores are bent, biased or dropped on their way.
+    pub fn changes_scores(&self) -> bool {
+        let scores = &self.call.plan.problem.scores;
+        scores.change_scores() || scores.dropout.is_some()
+    }
+
     /// The element at which key `key` of the tile starts in a buffer of keys or values.
     #[inline(always)]
     pub fn key_row(&self, place: &impl Place, key: usize) -> usize {
@@ -283,19 +330,23 @@ impl Task<'_> {
     pub fn visit(&self, tile: usize) -> Option<Visit> {
         let (c, unit) = (self.call, self.unit());
         let seq = &c.plan.seqs[unit.seq as usize];
-        let hull = c.plan.hull(seq.len, tile);
-        if hull.is_empty() || hull.start >= unit.key_start + unit.keys || hull.end <= unit.key_start {
+        let at = unit.key_start / c.plan.tile_k();
+        let [head, run] = c.plan.hull(seq.len, tile).tiles(c.plan.tile_k());
+        let rank = if head.contains(&at) {
+            at
+        } else if run.contains(&at) {
+            head.len() + at - run.start
+        } else {
             return None;
-        }
-        let tile_k = c.plan.tile_k();
-        let (at, first, last) = (unit.key_start / tile_k, hull.start / tile_k, (hull.end - 1) / tile_k);
+        };
         let kv_head = unit.kv_head as usize;
         Some(Visit {
             rows: c.tile_rows(unit.seq as usize, tile, kv_head),
             token: tile * c.plan.tile_q(),
             turn: (seq.first_tile + tile) * c.heads.num_kv_heads + kv_head,
-            rank: (at - first) as u32,
-            last: at == last,
+            by_bits: c.plan.by_bits(seq.len, tile),
+            rank: rank as u32,
+            last: rank + 1 == head.len() + run.len(),
         })
     }
 
@@ -325,6 +376,7 @@ impl Task<'_> {
                 delta: slot.add(l.delta),
                 zeros: slot.add(l.zeros),
                 visible: std::slice::from_raw_parts_mut(slot.add(l.visible).cast(), rows),
+                bits: std::slice::from_raw_parts_mut(slot.add(l.bits).cast(), rows),
                 seen_by: std::slice::from_raw_parts_mut(slot.add(l.seen_by).cast(), groups),
                 offsets: std::slice::from_raw_parts_mut(slot.add(l.offsets).cast(), offsets),
                 qk_stride: l.qk_stride,
