@@ -136,6 +136,7 @@ impl Subject {
         let args = BackwardArgs {
             extras: Extras::default(),
             d_sinks: None,
+            d_bias: None,
             q: self.q.buf(),
             q_strides: strides,
             k: self.k.buf(),

@@ -57,6 +57,21 @@ impl BiasStrides {
         seq * self.seq + head * self.head + row * self.row + key * self.key
     }
 
+    /// Whether no two numbers share an element but those that a stride of 0 makes one. Extents were checked.
+    pub(crate) fn apart(&self, heads: HeadShape, lens: impl Iterator<Item = SeqLen> + Clone) -> bool {
+        let most = |n: fn(&SeqLen) -> usize| lens.clone().map(|len| n(&len)).max().unwrap_or(0);
+        let counts = [lens.clone().count(), heads.num_q_heads, most(|l| l.seqlen_q), most(|l| l.seqlen_k)];
+        let strides = [self.seq, self.head, self.row, self.key];
+        let mut dims: [(usize, usize); 4] = std::array::from_fn(|i| (strides[i], counts[i]));
+        dims.sort_unstable();
+        let mut reach = 0usize;
+        dims.iter().filter(|(stride, count)| *stride > 0 && *count > 1).all(|&(stride, count)| {
+            let inside = stride > reach;
+            reach = reach.saturating_add(stride.saturating_mul(count - 1));
+            inside
+        })
+    }
+
     /// One past the last element that `lens` reach; `None` past `usize`.
     pub(crate) fn extent(&self, heads: HeadShape, lens: impl Iterator<Item = SeqLen>) -> Option<usize> {
         let mut most = 0;

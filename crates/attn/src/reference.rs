@@ -260,7 +260,7 @@ mod tests {
         let (w_out, w_lse) = (numbers(rows * heads.head_dim_v), numbers(rows));
         let slopes: Vec<f64> = (0..heads.num_q_heads).map(|h| 0.3 * h as f64).collect();
         let hidden = |h: usize, i: usize, j: usize| (h + 2 * i + 3 * j + n).is_multiple_of(5);
-        let dropout = |h: usize, i: usize, j: usize| if (h + i + j) % 3 == 0 { 0.0 } else { 1.5 };
+        let dropout = |h: usize, i: usize, j: usize| if (h + i + j).is_multiple_of(3) { 0.0 } else { 1.5 };
         let at = |h: usize, i: usize, j: usize| (h * len.seqlen_q + i) * len.seqlen_k + j;
         let with_spec = |x: &[Vec<f64>; 5], look: &mut dyn FnMut(&Spec<'_>)| {
             let plain = Spec::new(heads, mask, 0.7);
@@ -297,23 +297,29 @@ mod tests {
         let g = gradients.unwrap();
         let count = if features { 5 } else { 3 };
         for (which, gradient) in [g.dq, g.dk, g.dv, g.d_bias, g.d_sinks].iter().enumerate().take(count) {
-            for at in 0..gradient.len() {
-                const STEP: f64 = 1e-5;
-                let x = inputs[which][at];
-                inputs[which][at] = x + STEP;
-                let above = loss(&inputs);
-                inputs[which][at] = x - STEP;
-                let below = loss(&inputs);
-                inputs[which][at] = x;
-                let slope = (above - below) / (2.0 * STEP);
-                // Truncation is STEP² times a third derivative of order 1; rounding 1e-16 / STEP.
-                let error = (slope - gradient[at]).abs();
-                assert!(
-                    error < 1e-8,
-                    "{mask} {heads:?} {len:?} input {which} at {at}: {} for {slope}",
-                    gradient[at]
-                );
-            }
+            compare(&mut inputs, which, gradient, &loss, &format!("{mask} {heads:?} {len:?}"));
+        }
+    }
+
+    /// One gradient against central differences of `loss`.
+    fn compare(
+        inputs: &mut [Vec<f64>; 5],
+        which: usize,
+        gradient: &[f64],
+        loss: &impl Fn(&[Vec<f64>; 5]) -> f64,
+        what: &str,
+    ) {
+        const STEP: f64 = 1e-5;
+        for (at, g) in gradient.iter().enumerate() {
+            let x = inputs[which][at];
+            inputs[which][at] = x + STEP;
+            let above = loss(inputs);
+            inputs[which][at] = x - STEP;
+            let below = loss(inputs);
+            inputs[which][at] = x;
+            let slope = (above - below) / (2.0 * STEP);
+            // Truncation is STEP² times a third derivative of order 1; rounding 1e-16 / STEP.
+            assert!((slope - g).abs() < 1e-8, "{what} input {which} at {at}: {g} for {slope}");
         }
     }
 

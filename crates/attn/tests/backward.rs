@@ -200,12 +200,15 @@ fn two_pieces_trees_and_block_masks_agree_on_every_instruction_set() {
         Mask { sink_tokens: 3, ..Mask::chunked(NonZeroUsize::new(100).unwrap()) },
         Mask::CAUSAL,
     ];
-    for machine in machines() {
+    for (m, machine) in machines().into_iter().enumerate() {
         for (i, mask) in two.into_iter().enumerate() {
             for (j, shape) in
                 [None, Some((1, 1)), Some((64, 64)), Some((5, 200)), Some((128, 384))].into_iter().enumerate()
             {
-                for tree in [false, true] {
+                for tree in [false, true]
+                    .into_iter()
+                    .filter(|&tree| (i + j + m + usize::from(tree)).is_multiple_of(2))
+                {
                     let lengths = [(37, 150), (1, 131), (3, 3), (130, 1000), (97, 400)];
                     let (q_dtype, kv_dtype) = TYPES[(i + j) % 4];
                     let mut c = Case::new(HeadShape::new(6, 2, [40, 192][j % 2]), mask, &lengths)
@@ -336,6 +339,7 @@ fn small(edit: impl Fn(&mut Small)) -> Result<(), String> {
     let args = BackwardArgs {
         extras: Extras::default(),
         d_sinks: None,
+        d_bias: None,
         q: Buf::F32(&inputs[0]),
         q_strides: (s.tokens[0], 8),
         k: Buf::F32(&inputs[1]),
@@ -411,6 +415,7 @@ fn plans_that_cannot_be_kept_are_refused_by_name() {
     let args = BackwardArgs {
         extras: Extras::default(),
         d_sinks: None,
+        d_bias: None,
         q: Buf::F32(&[]),
         q_strides: (8, 8),
         k: Buf::F32(&[]),

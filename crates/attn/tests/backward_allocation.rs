@@ -54,6 +54,7 @@ fn scheduling_and_running_a_backward_allocate_nothing() {
                 let args = BackwardArgs {
                     extras: Extras::default(),
                     d_sinks: None,
+                    d_bias: None,
                     q: Buf::Bf16(&q),
                     q_strides: (256, 64),
                     k: Buf::F32(&kv),

@@ -164,9 +164,9 @@ const TWO_PIECES: [Mask; 5] = [
 
 #[test]
 fn sink_tokens_and_prefixes_agree_with_the_oracle_on_every_instruction_set() {
-    for machine in machines() {
+    for (m, machine) in machines().into_iter().enumerate() {
         for (i, mask) in TWO_PIECES.into_iter().chain(MASKS).enumerate() {
-            for prefix in [0, 1, 90, 400] {
+            for prefix in [[0, 90], [1, 400]][(i + m) % 2] {
                 // Both kernels; split and whole; a gap inside one block of 128 keys and over many.
                 let lengths = [(37, 150), (1, 131), (2, 3000), (9, 2), (260, 300), (1, 1500), (300, 700)];
                 let mut c = Case::new(HeadShape::new(4, 2, [64, 40, 128][i % 3]), mask, &lengths);
@@ -183,12 +183,15 @@ fn sink_tokens_and_prefixes_agree_with_the_oracle_on_every_instruction_set() {
 
 #[test]
 fn trees_and_block_masks_agree_with_the_oracle_on_every_instruction_set() {
-    for machine in machines() {
+    for (m, machine) in machines().into_iter().enumerate() {
         for (i, mask) in MASKS.into_iter().chain(TWO_PIECES).enumerate() {
             for (j, shape) in
                 [None, Some((1, 1)), Some((64, 64)), Some((5, 200)), Some((128, 128))].into_iter().enumerate()
             {
-                for tree in [false, true] {
+                for tree in [false, true]
+                    .into_iter()
+                    .filter(|&tree| (i + j + m).is_multiple_of(3) || !tree && j % 3 == m)
+                {
                     let lengths = [(37, 150), (1, 131), (2, 3000), (3, 3), (200, 300), (300, 900)];
                     let (q_dtype, kv_dtype) = TYPES[(i + j) % 4];
                     let mut c = Case::new(HeadShape::new(6, 2, 40), mask, &lengths).dtypes(q_dtype, kv_dtype);

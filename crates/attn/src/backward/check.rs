@@ -59,6 +59,7 @@ pub(crate) fn check(
             return Err(refuse("d_sinks length", d_sinks.len(), format!("{want}, one a sink")));
         }
     }
+    check_d_bias(plan, args)?;
     let want = checked_product(OP, "lse", &[plan.total_q, plan.problem.heads.num_q_heads])?;
     for (field, len) in [("lse length", Some(args.lse.len())), ("d_lse length", args.d_lse.map(<[f32]>::len))]
     {
@@ -67,6 +68,33 @@ pub(crate) fn check(
         {
             return Err(refuse(field, len, format!("num_q_heads x total_q = {want}")));
         }
+    }
+    Ok(())
+}
+
+/// Room for the gradient of the bias, and no two of its numbers in one place.
+fn check_d_bias(plan: &BackwardPlan, args: &BackwardArgs<'_>) -> Result<(), BadArgument> {
+    let word = |there: bool| if there { "given" } else { "absent" };
+    let Some((d_bias, bias)) = args.d_bias.as_ref().zip(args.extras.bias).filter(|_| plan.d_bias) else {
+        let given = args.d_bias.is_some();
+        return if given == plan.d_bias {
+            Ok(())
+        } else {
+            Err(refuse("d_bias", word(given), format!("{}, as planned", word(plan.d_bias))))
+        };
+    };
+    let lens = || plan.seqs.iter().map(|s| s.len);
+    let need = bias.strides.extent(plan.problem.heads, lens()).unwrap_or(usize::MAX);
+    if d_bias.len() < need {
+        return Err(refuse("d_bias length", d_bias.len(), format!("at least {need} elements, as the bias")));
+    }
+    if !bias.strides.apart(plan.problem.heads, lens()) {
+        let asked = format!("{:?}", bias.strides);
+        return Err(refuse(
+            "bias strides",
+            asked,
+            "with a gradient: numbers that do not share elements, but for strides of 0",
+        ));
     }
     Ok(())
 }

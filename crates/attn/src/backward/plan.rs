@@ -34,6 +34,14 @@ pub(crate) struct BackwardUnit {
     remaining: u64,
 }
 
+impl BackwardUnit {
+    /// Keys `keys` of sequence `seq` under kv head `kv_head`.
+    pub fn new(seq: usize, kv_head: usize, keys: Range<usize>) -> BackwardUnit {
+        let (seq, kv_head) = (seq as u32, kv_head as u32);
+        BackwardUnit { seq, kv_head, key_start: keys.start, keys: keys.len(), remaining: 0 }
+    }
+}
+
 /// A sequence with its place in the packed buffers.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct BackwardSeq {
@@ -50,6 +58,8 @@ pub struct BackwardPlan {
     pub(crate) problem: Problem,
     pub(crate) machine: Machine,
     pub(crate) limits: Limits,
+    /// The gradient of the bias is wanted.
+    pub(crate) d_bias: bool,
     pub(crate) seqs: Vec<BackwardSeq>,
     pub(crate) units: Vec<BackwardUnit>,
     /// (sequence, query tile), in order.
@@ -70,6 +80,7 @@ impl BackwardPlan {
             problem: *problem,
             machine: *machine,
             limits,
+            d_bias: false,
             seqs: Vec::new(),
             units: Vec::new(),
             tiles: Vec::new(),
@@ -81,6 +92,28 @@ impl BackwardPlan {
         plan.tiles.reserve_exact(plan.max_tiles());
         plan.units.reserve_exact(plan.max_units());
         Ok(plan)
+    }
+
+    /// The same plan, with the gradient of the bias: a second pass that makes scores and d_out·v again (two products more on five), and
+    /// so needs no memory for sums over what the bias is broadcast to. Refuses a problem without a bias.
+    pub fn with_d_bias(self) -> Result<BackwardPlan, BadArgument> {
+        if !self.problem.scores.bias {
+            return Err(BadArgument::new(OP, "d_bias", "wanted", "a problem with a bias"));
+        }
+        Ok(BackwardPlan { d_bias: true, ..self })
+    }
+
+    /// The books with the second pass, where it is wanted: it loads what the first one loaded.
+    fn with_second_pass(&self, first: BackwardBooks) -> BackwardBooks {
+        if !self.d_bias {
+            return first;
+        }
+        BackwardBooks {
+            pairs: first.pairs,
+            flops: first.flops + kernel::forward_flops(first.pairs, self.problem.heads),
+            kv_read_bytes: 2 * first.kv_read_bytes,
+            q_read_bytes: 2 * first.q_read_bytes,
+        }
     }
 
     /// What the plan is for.
@@ -119,7 +152,15 @@ impl BackwardPlan {
     /// What the ledger expects one call of a sequence of this length to compute and read; with a tree or block mask a bound from above.
     pub fn predicted(&self, len: SeqLen) -> BackwardBooks {
         let p = &self.problem;
-        kernel::backward_books(p.heads, p.mask, len, (p.q_dtype, p.kv_dtype), self.tile_q(), self.tile_k())
+        let types = (p.q_dtype, p.kv_dtype);
+        self.with_second_pass(kernel::backward_books(
+            p.heads,
+            p.mask,
+            len,
+            types,
+            self.tile_q(),
+            self.tile_k(),
+        ))
     }
 
     /// The same for sequence `seq` of the schedule under the call's tree and block masks, pair by pair. Panics when `extras` do not fit.
@@ -127,7 +168,8 @@ impl BackwardPlan {
         let (p, BackwardSeq { len, q_start, .. }) = (&self.problem, self.seqs[seq]);
         let tiles = (self.tile_q(), self.tile_k());
         let seen = |head: usize, row: usize, key: usize| extras.sees(p, (seq, len, q_start), head, row, key);
-        kernel::backward_books_seen(p.heads, p.mask, len, (p.q_dtype, p.kv_dtype), tiles, seen)
+        let types = (p.q_dtype, p.kv_dtype);
+        self.with_second_pass(kernel::backward_books_seen(p.heads, p.mask, len, types, tiles, seen))
     }
 
     /// Lays out a batch. Nothing is allocated within the limits; past them it is a refusal and the plan keeps its old schedule.
@@ -248,6 +290,12 @@ impl fmt::Display for BackwardPlan {
             self.tile_q(),
             self.tile_k()
         )?;
+        if self.d_bias {
+            writeln!(
+                f,
+                "  a second pass for the bias: scores and d_out·v again, summed where they are broadcast to"
+            )?;
+        }
         for s in &self.seqs {
             let tiles = s.len.seqlen_k.div_ceil(self.tile_k()) * h.num_kv_heads;
             writeln!(f, "  q {} k {}: {tiles} tasks", s.len.seqlen_q, s.len.seqlen_k)?;

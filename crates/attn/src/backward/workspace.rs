@@ -158,6 +158,8 @@ impl Sizes {
 pub(crate) struct Counters {
     /// (row, visible key) pairs.
     pub pairs: AtomicU64,
+    /// The same in the pass for the bias.
+    pub bias_pairs: AtomicU64,
     /// Keys loaded.
     pub keys: AtomicU64,
     /// Rows of q and d_out loaded.

@@ -6,7 +6,7 @@ use suanpan_base::{DType, SeqLen};
 use suanpan_ledger::BackwardBooks;
 
 use super::beside::{Beside, Pairs};
-use super::{Case, Data, Flat, normal, on_grid, run_case};
+use super::{Case, Data, Flat, normal, on_grid, run_case, unit};
 
 /// What a training step hands to the backward: inputs, and gradients of out `[total_q, heads, dv]` and lse `[heads, total_q]`.
 #[derive(Clone)]
@@ -36,6 +36,8 @@ pub struct Gradients {
     pub dv: Vec<f32>,
     /// `[heads]`; empty without sinks.
     pub d_sinks: Vec<f32>,
+    /// Under the strides of the case's bias; empty without one.
+    pub d_bias: Vec<f32>,
     pub books: Vec<BackwardBooks>,
     /// The stored forward results that the call was given.
     pub out: Vec<f32>,
@@ -44,8 +46,9 @@ pub struct Gradients {
 
 impl Gradients {
     /// All bits of the gradients.
-    pub fn bits(&self) -> [Vec<u32>; 3] {
-        [&self.dq, &self.dk, &self.dv].map(|x| x.iter().map(|x| x.to_bits()).collect())
+    pub fn bits(&self) -> [Vec<u32>; 5] {
+        [&self.dq, &self.dk, &self.dv, &self.d_sinks, &self.d_bias]
+            .map(|x| x.iter().map(|x| x.to_bits()).collect())
     }
 }
 
@@ -91,6 +94,9 @@ impl Strided {
 
 pub fn backward_plan(c: &Case, machine: &Machine) -> BackwardPlan {
     let mut plan = BackwardPlan::new(&c.problem(), machine, c.limits()).unwrap();
+    if c.scores.bias {
+        plan = plan.with_d_bias().unwrap();
+    }
     plan.schedule(&c.seqs).unwrap();
     plan
 }
@@ -118,9 +124,11 @@ pub fn run_backward_case(c: &Case, x: &Inputs, machine: &Machine, poison: f32) -
     let beside = Beside::of(c);
     let extras = beside.extras(c);
     let mut d_sinks = vec![f32::NAN; if c.scores.sink { h.num_q_heads } else { 0 }];
+    let mut d_bias = vec![CANARY; beside.bias.len()];
     let args = BackwardArgs {
         extras,
         d_sinks: c.scores.sink.then_some(&mut d_sinks[..]),
+        d_bias: c.scores.bias.then_some(&mut d_bias[..]),
         q: q.flat.buf(),
         q_strides: q.strides,
         k: k.flat.buf(),
@@ -150,6 +158,7 @@ pub fn run_backward_case(c: &Case, x: &Inputs, machine: &Machine, poison: f32) -
         dk: dk.collect(c),
         dv: dv.collect(c),
         d_sinks,
+        d_bias,
         books,
         out: forward.out,
         lse: forward.lse,
@@ -158,7 +167,7 @@ pub fn run_backward_case(c: &Case, x: &Inputs, machine: &Machine, poison: f32) -
 
 /// Plain attention's backward of one sequence in f32, one step after another, from what the kernel is given: stored out and lse included.
 #[rustfmt::skip]
-fn plain_f32(c: &Case, spec: &Spec<'_>, d_sinks: &mut [(f32, f32)], len: SeqLen, q: &[f32], k: &[f32], v: &[f32], out: &[f32], lse: impl Fn(usize, usize) -> f32, d_out: &[f32], d_lse: impl Fn(usize, usize) -> f32) -> [Vec<f32>; 3] {
+fn plain_f32(c: &Case, spec: &Spec<'_>, d_sinks: &mut [(f32, f32)], mut d_bias: impl FnMut(usize, usize, usize, f32), len: SeqLen, q: &[f32], k: &[f32], v: &[f32], out: &[f32], lse: impl Fn(usize, usize) -> f32, d_out: &[f32], d_lse: impl Fn(usize, usize) -> f32) -> [Vec<f32>; 3] {
     let h = c.heads;
     let (dqk, dv_width, scale) = (h.head_dim_qk, h.head_dim_v, c.problem().scale());
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
@@ -189,7 +198,9 @@ fn plain_f32(c: &Case, spec: &Spec<'_>, d_sinks: &mut [(f32, f32)], len: SeqLen,
                 s -= c.slopes()[head] * (c.mask.centre(len, i) - j as i64).abs() as f32;
             }
             let p = if lse(i, head) == f32::NEG_INFINITY { 0.0 } else { (s - lse(i, head)).exp() };
-            let ds = p * (kept(j) * dot(d_row, &v[at(j, dv_width)]) - delta) * bend * scale;
+            let ds = p * (kept(j) * dot(d_row, &v[at(j, dv_width)]) - delta);
+            d_bias(head, i, j, ds);
+            let ds = ds * bend * scale;
             add(&mut dv[at(j, dv_width)], p * kept(j), d_row);
             add(&mut dk[at(j, dqk)], ds, q_row);
             add(&mut dq[row * dqk..][..dqk], ds, &k[at(j, dqk)]);
@@ -206,6 +217,7 @@ pub fn judge_gradients(c: &Case, x: &Inputs, got: &Gradients) {
     let beside = Beside::of(c);
     let mut sinks_plain = vec![(0.0f32, 0.0f32); h.num_q_heads];
     let mut sinks_exact = vec![0.0f64; h.num_q_heads];
+    let mut bias_sums = BiasSums::new(got.d_bias.len());
     let (mut q0, mut k0) = (0, 0);
     let mut worst = [(0.0f64, 0.0f64, 0.0f64); 3];
     for (seq, &len) in c.seqs.iter().enumerate() {
@@ -231,7 +243,15 @@ pub fn judge_gradients(c: &Case, x: &Inputs, got: &Gradients) {
         let [q64, k64, v64, d64] = [&q, &k, &v, &d_out].map(|x| wide(x));
         let exact = reference::attention_backward_f64(&spec, len, &q64, &k64, &v64, &d64, Some(&d_lse_64));
         sinks_exact.iter_mut().zip(&exact.d_sinks).for_each(|(sum, d)| *sum += d);
-        let plain = plain_f32(c, &spec, &mut sinks_plain, len, &q, &k, &v, &out, lse, &d_out, d_lse);
+        let place = |h: usize, i: usize, j: usize| beside.bias_strides.at(seq, h, i, j);
+        bias_sums.expect(c, len, &exact.d_bias, &place);
+        let d_bias = |h: usize, i: usize, j: usize, ds: f32| {
+            if c.scores.bias {
+                bias_sums.plain[place(h, i, j)] += ds;
+                bias_sums.size[place(h, i, j)] += ds.abs();
+            }
+        };
+        let plain = plain_f32(c, &spec, &mut sinks_plain, d_bias, len, &q, &k, &v, &out, lse, &d_out, d_lse);
         let ours = [
             part(&got.dq, q0, len.seqlen_q, q_row),
             part(&got.dk, k0, len.seqlen_k, k_row),
@@ -253,8 +273,8 @@ pub fn judge_gradients(c: &Case, x: &Inputs, got: &Gradients) {
         }
         (q0, k0) = (q0 + len.seqlen_q, k0 + len.seqlen_k);
     }
+    bias_sums.judge(c, &got.d_bias);
     judge_sinks(c, &got.d_sinks, &sinks_exact, &sinks_plain);
-    let unit = |d: DType| if d == DType::F32 { 2f64.powi(-23) } else { 2f64.powi(-8) };
     for (which, (error, plain, top)) in worst.into_iter().enumerate() {
         let bound = 2.0 * plain + unit([c.q_dtype, c.kv_dtype, c.kv_dtype][which]) * top;
         assert!(
@@ -262,6 +282,56 @@ pub fn judge_gradients(c: &Case, x: &Inputs, got: &Gradients) {
             "{} error {error:.3e} > {bound:.3e} (plain {plain:.3e}): {c:?}",
             NAMES[which]
         );
+    }
+}
+
+/// What the gradient of a bias should be, element by element, and the sizes of the terms of each sum.
+struct BiasSums {
+    exact: Vec<f64>,
+    plain: Vec<f32>,
+    size: Vec<f32>,
+    reached: Vec<bool>,
+}
+
+impl BiasSums {
+    fn new(n: usize) -> BiasSums {
+        BiasSums { exact: vec![0.0; n], plain: vec![0.0; n], size: vec![0.0; n], reached: vec![false; n] }
+    }
+
+    /// Adds the exact gradients of a sequence, dense by head, row and key.
+    fn expect(
+        &mut self,
+        c: &Case,
+        len: SeqLen,
+        exact: &[f64],
+        place: &impl Fn(usize, usize, usize) -> usize,
+    ) {
+        for (at, d) in exact.iter().enumerate().filter(|_| c.scores.bias) {
+            let row = at / len.seqlen_k;
+            let at = place(row / len.seqlen_q, row % len.seqlen_q, at % len.seqlen_k);
+            self.exact[at] += d;
+            self.reached[at] = true;
+        }
+    }
+
+    /// The rule, over all elements; elements beside the lengths are as they were.
+    fn judge(&self, c: &Case, got: &[f32]) {
+        let (mut error, mut plain, mut size) = (0.0f64, 0.0f64, 0.0f64);
+        for (at, &g) in got.iter().enumerate() {
+            if !self.reached[at] {
+                assert_eq!(g, CANARY, "d_bias at {at} written: {c:?}");
+                continue;
+            }
+            let r = self.exact[at];
+            assert_eq!(g.is_finite(), r.is_finite(), "d_bias at {at}: {g} for {r}: {c:?}");
+            if r.is_finite() {
+                error = error.max((f64::from(g) - r).abs());
+                plain = plain.max((f64::from(self.plain[at]) - r).abs());
+                size = size.max(f64::from(self.size[at]));
+            }
+        }
+        let bound = 2.0 * plain + 2f64.powi(-23) * size;
+        assert!(error <= bound, "d_bias error {error:.3e} > {bound:.3e} (plain {plain:.3e}): {c:?}");
     }
 }
 

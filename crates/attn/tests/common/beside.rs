@@ -53,7 +53,7 @@ impl Beside {
             tree: (0..tree_len).map(|_| bits() | bits()).collect(),
             tree_words,
             blocks: (0..blocks_len)
-                .map(|_| bits() & if c.seed % 2 == 0 { bits() } else { u64::MAX })
+                .map(|_| bits() & if c.seed.is_multiple_of(2) { bits() } else { u64::MAX })
                 .collect(),
             block_words,
             dropout: DropoutKey {

@@ -403,6 +403,11 @@ fn plain_row_f32(c: &Case, spec: &Spec<'_>, len: SeqLen, i: usize, h: usize, q: 
     max + sum.ln()
 }
 
+/// One rounding.
+pub fn unit(dtype: DType) -> f64 {
+    if dtype == DType::F32 { 2f64.powi(-23) } else { 2f64.powi(-8) }
+}
+
 /// The rule: non-finite places agree first; then error <= 2x plain attention's error in the same precision + one rounding.
 pub fn judge(c: &Case, data: &Data, got: &Outcome) {
     let h = c.heads;
@@ -469,7 +474,6 @@ pub fn judge(c: &Case, data: &Data, got: &Outcome) {
         }
         (q0, k0) = (q0 + len.seqlen_q, k0 + len.seqlen_k);
     }
-    let unit = |d: DType| if d == DType::F32 { 2f64.powi(-23) } else { 2f64.powi(-8) };
     let bound = 2.0 * plain + unit(c.q_dtype) * top;
     assert!(ours <= bound, "out error {ours:.3e} > {bound:.3e} (plain {plain:.3e}): {c:?}");
     let bound = 2.0 * lse_plain + unit(DType::F32) * lse_top;

@@ -2,7 +2,7 @@
 
 use std::f32::consts::LOG2_E;
 
-use super::task::{Scratch, Task, Visit};
+use super::task::{Scratch, Task, Visit, Work};
 use crate::cpu::scores::bias_at;
 use crate::cpu::softmax::Columns;
 use crate::cpu::vector::{MAX_LANES, Vector};
@@ -29,9 +29,12 @@ pub(crate) unsafe fn bend_row<V: Vector>(
     let centre = c.mask.centre(c.plan.seqs[seq].len, token);
     let slope = c.extras.alibi_slopes.map_or(0.0, |slopes| slopes[head]);
     let cap = c.plan.problem.scores.cap();
+    // The gradient of the bias stops at finished scores.
+    let finished = matches!(t.work, Work::Bias(_));
+    let scale = if finished { 1.0 } else { c.scale };
     // SAFETY: within the slot's parts; LANES <= MAX_LANES; `check` bounded the bias of every key that exists.
     unsafe {
-        let (zero, one, scale) = (V::splat(0.0), V::splat(1.0), V::splat(c.scale));
+        let (zero, one, scale) = (V::splat(0.0), V::splat(1.0), V::splat(scale));
         let lse = V::splat(*w.lse.add(row));
         let (p, ds) = (w.p.add(row * w.p_stride), w.ds.add(row * w.p_stride));
         let mut lanes = [0.0f32; MAX_LANES];
@@ -41,7 +44,9 @@ pub(crate) unsafe fn bend_row<V: Vector>(
             if let Some(cap) = cap {
                 let bent = x.div(V::splat(cap)).tanh();
                 x = bent.mul(V::splat(cap));
-                bend = one.sub(bent.mul(bent)).mul(scale);
+                if !finished {
+                    bend = one.sub(bent.mul(bent)).mul(scale);
+                }
             }
             if let Some(bias) = &c.extras.bias {
                 let first = bias.values.as_ptr().add(bias.strides.at(seq, head, token, base));

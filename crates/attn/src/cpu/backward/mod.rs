@@ -10,6 +10,7 @@
 
 mod ahead;
 mod bend;
+mod bias;
 mod exact;
 mod products;
 mod rows;
@@ -65,6 +66,7 @@ pub(crate) unsafe fn run_with<V: Vector, const N: usize>(t: &Task<'_>) {
         match t.work {
             Work::Prepare { seq, tile, kv_head } => prepare::<V>(t, seq, tile, kv_head),
             Work::Keys(_) => keys::<V, N>(t),
+            Work::Bias(_) => bias::key_tile::<V, N>(t),
         }
     }
 }

@@ -69,6 +69,21 @@ pub(crate) unsafe fn tile_gradients<V: Vector, const N: usize>(
     }
 }
 
+/// p and, in the units of finished scores, ds of a query tile and a key tile; what a row does not see is left as it is.
+///
+/// # Safety
+/// As [`tile_gradients`].
+#[inline(always)]
+pub(crate) unsafe fn tile_score_gradients<V: Vector, const N: usize>(
+    t: &Task<'_>,
+    w: &mut Scratch<'_>,
+    visit: &Visit,
+    ahead: &mut Ahead,
+) {
+    // SAFETY: forwarded.
+    unsafe { scores::<V, N, true>(t, w, visit, ahead, t.unit().keys) };
+}
+
 /// What the rows of tile `tile` see; `None` when they see nothing.
 #[inline(always)]
 fn span(w: &Scratch<'_>, rows: usize, tile: usize) -> Option<Span> {

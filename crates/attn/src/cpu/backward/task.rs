@@ -95,6 +95,7 @@ pub(crate) struct Call<'a> {
     pub extras: Extras<'a>,
     pub sight: Sight<'a>,
     pub dropout: Option<Dropout>,
+    pub d_bias: Option<*mut f32>,
     pub lse: &'a [f32],
     pub d_lse: Option<&'a [f32]>,
     pub dq: Sink,
@@ -123,6 +124,8 @@ pub(crate) enum Work {
     Prepare { seq: usize, tile: usize, kv_head: usize },
     /// One key tile.
     Keys(BackwardUnit),
+    /// One key tile, for the gradient of the bias.
+    Bias(BackwardUnit),
 }
 
 /// A task and the scratch of the thread that runs it.
@@ -212,7 +215,7 @@ impl<'a> Call<'a> {
         let counters = &ws.counters[..plan.seqs.len()];
         turns.iter().for_each(|t| t.store(0, Ordering::Relaxed));
         for c in counters {
-            for n in [&c.pairs, &c.keys, &c.rows] {
+            for n in [&c.pairs, &c.bias_pairs, &c.keys, &c.rows] {
                 n.store(0, Ordering::Relaxed);
             }
         }
@@ -234,6 +237,7 @@ impl<'a> Call<'a> {
                 .dropout
                 .zip(args.extras.dropout)
                 .map(|(p, key)| Dropout::new(p, key)),
+            d_bias: args.d_bias.map(|x| x.as_mut_ptr()),
             lse: args.lse,
             d_lse: args.d_lse,
             dq: Sink::new(args.dq, args.dq_strides),
@@ -275,6 +279,53 @@ impl<'a> Call<'a> {
         unsafe { super::run(&Task { call: self, work: Work::Keys(self.plan.units[unit]), slot }) }
     }
 
+    /// Independent parts of the gradient of the bias; 0 where it is not wanted.
+    pub fn bias_parts(&self) -> usize {
+        let Some(bias) = self.extras.bias.filter(|_| self.d_bias.is_some()) else { return 0 };
+        let all = |stride: usize, count: usize| if stride == 0 { 1 } else { count };
+        let tiles = self.plan.limits.max_seqlen_k.div_ceil(self.plan.tile_k());
+        all(bias.strides.seq, self.plan.seqs.len())
+            * all(bias.strides.head, self.heads.num_kv_heads)
+            * all(bias.strides.key, tiles)
+    }
+
+    /// Runs part `part`: the sequences, kv heads and key tiles that share its numbers, one after another.
+    ///
+    /// # Safety
+    /// `check` accepted the call; rows are prepared; no other thread runs this part or uses this worker's slot.
+    pub unsafe fn run_bias(&self, part: usize, worker: usize) {
+        let strides = self.extras.bias.map_or_else(Default::default, |bias| bias.strides);
+        let tile_k = self.plan.tile_k();
+        let tiles = self.plan.limits.max_seqlen_k.div_ceil(tile_k);
+        let kv_heads = self.heads.num_kv_heads;
+        // The part's own index along each dimension that is not broadcast, all of the others.
+        let mut rest = part;
+        let mut own = |stride: usize, count: usize| {
+            if stride == 0 {
+                return 0..count;
+            }
+            let at = rest % count;
+            rest /= count;
+            at..at + 1
+        };
+        let (seqs, heads) = (own(strides.seq, self.plan.seqs.len()), own(strides.head, kv_heads));
+        let key_tiles = own(strides.key, tiles);
+        // SAFETY: the workspace holds `threads` slots of `slot_len` floats and `worker < threads`.
+        let slot = unsafe { self.slots.add(worker * self.slot_len) };
+        for zero in [true, false] {
+            for (seq, head) in seqs.clone().flat_map(|seq| heads.clone().map(move |head| (seq, head))) {
+                let keys = self.plan.seqs[seq].len.seqlen_k;
+                for tile in key_tiles.start..key_tiles.end.min(keys.div_ceil(tile_k)) {
+                    let key_start = tile * tile_k;
+                    let unit = BackwardUnit::new(seq, head, key_start..keys.min(key_start + tile_k));
+                    let t = Task { call: self, work: Work::Bias(unit), slot };
+                    // SAFETY: forwarded; the numbers of these pairs are this part's own.
+                    unsafe { if zero { t.zero_bias() } else { super::run(&t) } }
+                }
+            }
+        }
+    }
+
     /// The gradient of head `head`'s sink: minus the sum, over all rows in their order, of the sink's weight times delta. Rows are prepared.
     pub fn d_sink(&self, head: usize) -> f32 {
         let Some(sink) = self.extras.sinks.map(|sinks| sinks[head]).filter(|s| *s > f32::NEG_INFINITY) else {
@@ -304,10 +355,10 @@ impl<'a> Call<'a> {
 }
 
 impl Task<'_> {
-    /// The key tile of a `Work::Keys`.
+    /// The key tile of a `Work::Keys` or `Work::Bias`.
     pub fn unit(&self) -> &BackwardUnit {
         match &self.work {
-            Work::Keys(unit) => unit,
+            Work::Keys(unit) | Work::Bias(unit) => unit,
             Work::Prepare { .. } => unreachable!("only key tiles have a unit"),
         }
     }
