@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use half::bf16;
 use suanpan_attn::{
-    Args, BackwardArgs, BackwardPlan, BackwardWorkspace, HeadScores, KvLayout, Limits, Machine, Plan,
-    Problem, Scores, Strides, Workspace, reference, run, run_backward,
+    Args, BackwardArgs, BackwardPlan, BackwardWorkspace, HeadScores, KvLayout, KvScales, Limits, Machine,
+    Plan, Problem, Scores, Strides, Workspace, reference, run, run_backward,
 };
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::{AttnBooks, BackwardBooks};
@@ -33,14 +33,14 @@ impl Flat {
         let x = (0..n).map(|_| bf16::from_f32((uniform() + uniform() + uniform()) * 2.0));
         match dtype {
             DType::F32 => Flat::F32(x.map(|x| x.to_f32()).collect()),
-            DType::Bf16 => Flat::Bf16(x.collect()),
+            _ => Flat::Bf16(x.collect()),
         }
     }
 
     fn nan(n: usize, dtype: DType) -> Flat {
         match dtype {
             DType::F32 => Flat::F32(vec![f32::NAN; n]),
-            DType::Bf16 => Flat::Bf16(vec![bf16::NAN; n]),
+            _ => Flat::Bf16(vec![bf16::NAN; n]),
         }
     }
 
@@ -110,6 +110,7 @@ impl Subject {
         };
         let strides = Strides { token: d, head: length * d, page: 0 };
         let args = Args {
+            kv_scales: KvScales::default(),
             head_scores: HeadScores::default(),
             q: s.q.buf(),
             q_strides: (d, length * d),
@@ -230,6 +231,7 @@ fn main() {
     let heads = number(4, 8);
     let (kv_heads, threads) = (number(5, heads), number(6, 2));
     let problem = Problem {
+        kv_scales: suanpan_base::ScaleGrain::None,
         heads: HeadShape::new(heads, kv_heads, d),
         mask: if causal { Mask::CAUSAL } else { Mask::FULL },
         scores: Scores::default(),

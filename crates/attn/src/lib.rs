@@ -13,6 +13,7 @@ pub mod plan;
 pub mod problem;
 pub mod reference;
 pub mod run;
+pub mod scales;
 pub mod workspace;
 
 pub use backward::{BackwardArgs, BackwardPlan, BackwardWorkspace, run_backward};
@@ -20,4 +21,5 @@ pub use cpu::detect::{Isa, Machine};
 pub use plan::{Kernel, Limits, Plan};
 pub use problem::{KvLayout, Problem, Scores};
 pub use run::{Args, HeadScores, Strides, run};
+pub use scales::KvScales;
 pub use workspace::Workspace;

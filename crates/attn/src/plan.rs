@@ -204,7 +204,9 @@ impl Plan {
     /// What the ledger expects one call of a sequence of this length to compute and read.
     pub fn predicted(&self, len: SeqLen) -> AttnBooks {
         let p = &self.problem;
-        kernel::attention_books(p.heads, p.mask, len, p.kv_dtype, self.tile_q_for(len))
+        let mut books = kernel::attention_books(p.heads, p.mask, len, p.kv_dtype, self.tile_q_for(len));
+        books.kv_read_bytes += crate::scales::predicted_bytes(self, len);
+        books
     }
 
     /// Lays out a batch. Nothing is allocated within the limits; past them it is a refusal and the plan keeps its old schedule.
@@ -232,7 +234,7 @@ impl Plan {
             return 1;
         }
         let h = self.problem.heads;
-        let block = KEY_BLOCK * (h.head_dim_qk + h.head_dim_v) * self.problem.kv_dtype.bytes();
+        let block = self.problem.kv_dtype.bytes_of(KEY_BLOCK * (h.head_dim_qk + h.head_dim_v));
         let rows = (len.seqlen_q * h.group_size()).max(1);
         let most = (DIRECT_BLOCK_BYTES / block).min(DIRECT_TASK_ROWS / rows).clamp(1, h.num_kv_heads);
         let tasks = (TASKS_A_THREAD * self.machine.threads()).div_ceil(splits).clamp(1, h.num_kv_heads);
@@ -351,13 +353,14 @@ impl fmt::Display for Plan {
         let h = p.heads;
         writeln!(
             f,
-            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}{}, {}; {}",
+            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {} ({}), {}{}, {}; {}",
             h.num_q_heads,
             h.num_kv_heads,
             h.head_dim_qk,
             h.head_dim_v,
             p.q_dtype,
             p.kv_dtype,
+            p.kv_scales,
             p.mask,
             p.scores,
             p.kv,
@@ -391,7 +394,8 @@ mod tests {
     fn plan(heads: HeadShape, mask: Mask) -> Plan {
         let (q_dtype, kv_dtype) = (DType::F32, DType::Bf16);
         let (scores, softmax_scale, kv) = (Scores::default(), None, KvLayout::Contiguous);
-        let problem = Problem { heads, mask, scores, softmax_scale, q_dtype, kv_dtype, kv };
+        let kv_scales = suanpan_base::ScaleGrain::None;
+        let problem = Problem { heads, mask, scores, softmax_scale, q_dtype, kv_dtype, kv_scales, kv };
         let limits = Limits { max_seqs: 4, max_total_q: 4096, max_seqlen_k: 1 << 20 };
         Plan::new(&problem, &Machine::detect(2), limits).unwrap()
     }

@@ -1,6 +1,6 @@
 //! What is asked: heads, mask, scale, element types and the layout of K and V. Lengths come later, with the schedule.
 
-use suanpan_base::{BadArgument, DType, HeadShape, Mask};
+use suanpan_base::{BadArgument, DType, HeadShape, Mask, ScaleGrain};
 
 /// The name under which this file and the plan refuse a request.
 pub(crate) const OP: &str = "attention plan";
@@ -72,6 +72,8 @@ pub struct Problem {
     pub q_dtype: DType,
     /// Element type of stored keys and values.
     pub kv_dtype: DType,
+    /// Which of them share a scale; only types of 8 bits and fewer take scales.
+    pub kv_scales: ScaleGrain,
     /// Contiguous or paged.
     pub kv: KvLayout,
 }
@@ -113,7 +115,7 @@ impl Problem {
         {
             return Err(BadArgument::new(OP, "page_size", page_size, "1 to 2^20 tokens"));
         }
-        Ok(())
+        crate::scales::check_problem(self)
     }
 }
 
@@ -130,6 +132,7 @@ mod tests {
             softmax_scale: None,
             q_dtype: DType::F32,
             kv_dtype: DType::Bf16,
+            kv_scales: ScaleGrain::None,
             kv: KvLayout::Paged { page_size: 16 },
         };
         assert!(ok.check().is_ok());

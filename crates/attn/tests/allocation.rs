@@ -4,7 +4,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use suanpan_attn::{
-    Args, HeadScores, KvLayout, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
+    Args, HeadScores, KvLayout, KvScales, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
 };
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
@@ -32,6 +32,7 @@ static COUNTING: Counting = Counting;
 #[test]
 fn scheduling_and_running_allocate_nothing() {
     let problem = Problem {
+        kv_scales: suanpan_base::ScaleGrain::None,
         heads: HeadShape::new(4, 2, 64),
         mask: Mask::CAUSAL,
         scores: Scores::default(),
@@ -60,6 +61,7 @@ fn scheduling_and_running_allocate_nothing() {
                 plan.schedule(lens).unwrap();
                 let strides = Strides { token: 128, head: 64, page: 0 };
                 let args = Args {
+                    kv_scales: KvScales::default(),
                     head_scores: HeadScores::default(),
                     q: Buf::F32(&q),
                     q_strides: (256, 64),

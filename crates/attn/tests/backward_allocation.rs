@@ -33,6 +33,7 @@ static COUNTING: Counting = Counting;
 #[test]
 fn scheduling_and_running_a_backward_allocate_nothing() {
     let problem = Problem {
+        kv_scales: suanpan_base::ScaleGrain::None,
         heads: HeadShape::new(4, 2, 64),
         mask: Mask::CAUSAL,
         scores: Scores::default(),

@@ -6,10 +6,27 @@ use std::num::NonZeroUsize;
 use common::*;
 use proptest::prelude::*;
 use suanpan_attn::{Isa, Machine, Scores};
-use suanpan_base::{DType, HeadShape, Mask, SeqLen};
+use suanpan_base::{DType, HeadShape, Mask, ScaleGrain, SeqLen};
 
-fn dtype() -> impl Strategy<Value = DType> {
-    prop_oneof![Just(DType::F32), Just(DType::Bf16)]
+fn q_dtype() -> impl Strategy<Value = DType> {
+    prop_oneof![Just(DType::F32), Just(DType::Bf16), Just(DType::F16)]
+}
+
+fn kv() -> impl Strategy<Value = (DType, ScaleGrain)> {
+    (0..DType::ALL.len(), 0..ScaleGrain::ALL.len()).prop_map(|(d, s)| (DType::ALL[d], ScaleGrain::ALL[s]))
+}
+
+/// The nearest problem that may be asked for.
+fn allowed(c: Case) -> Case {
+    let mut c = c;
+    if !c.kv_dtype.is_code() || c.kv_scales == ScaleGrain::Page && c.page_size.is_none() {
+        c.kv_scales = ScaleGrain::None;
+    }
+    if c.kv_dtype == DType::I4 {
+        c.heads.head_dim_qk = c.heads.head_dim_qk.next_multiple_of(2);
+        c.heads.head_dim_v = c.heads.head_dim_v.next_multiple_of(2);
+    }
+    c
 }
 
 fn side() -> impl Strategy<Value = Option<usize>> {
@@ -35,17 +52,25 @@ fn case() -> impl Strategy<Value = Case> {
     let heads = (1usize..4, 1usize..6, prop_oneof![1usize..100, Just(64), Just(128)], 1usize..140);
     let seqs = prop::collection::vec((0usize..50, 0usize..600), 0..4);
     let pages = prop_oneof![Just(None), (1usize..70).prop_map(Some)];
-    (heads, (mask(), scores()), (dtype(), dtype()), pages, seqs, 1u64..1000).prop_map(
-        |((kv, group, dqk, dv), (mask, scores), (q_dtype, kv_dtype), page_size, seqs, seed)| Case {
-            heads: HeadShape { num_q_heads: kv * group, num_kv_heads: kv, head_dim_qk: dqk, head_dim_v: dv },
-            mask,
-            scores,
-            scale: None,
-            q_dtype,
-            kv_dtype,
-            page_size,
-            seqs: seqs.into_iter().map(|(q, k)| SeqLen::new(q, k)).collect(),
-            seed,
+    (heads, (mask(), scores()), (q_dtype(), kv()), pages, seqs, 1u64..1000).prop_map(
+        |((kv, group, dqk, dv), (mask, scores), (q_dtype, (kv_dtype, kv_scales)), page_size, seqs, seed)| {
+            allowed(Case {
+                heads: HeadShape {
+                    num_q_heads: kv * group,
+                    num_kv_heads: kv,
+                    head_dim_qk: dqk,
+                    head_dim_v: dv,
+                },
+                mask,
+                scores,
+                scale: None,
+                q_dtype,
+                kv_dtype,
+                kv_scales,
+                page_size,
+                seqs: seqs.into_iter().map(|(q, k)| SeqLen::new(q, k)).collect(),
+                seed,
+            })
         },
     )
 }

@@ -2,7 +2,7 @@
 //! loop is a register tile of 6 rows × 4 vectors: 24 products for every 10 loads. Blocks that come next are asked for ahead of time.
 
 use suanpan_attn::{
-    Args, HeadScores, KvLayout, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
+    Args, HeadScores, KvLayout, KvScales, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
 };
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
@@ -11,6 +11,7 @@ use crate::{D, Head};
 
 fn plan(n: usize) -> Plan {
     let problem = Problem {
+        kv_scales: suanpan_base::ScaleGrain::None,
         heads: HeadShape::new(1, 1, D),
         mask: Mask::CAUSAL,
         scores: Scores::default(),
@@ -35,6 +36,7 @@ pub fn attention(h: &Head, out: &mut [f32]) {
     let mut workspace = Workspace::for_plans(&[&plan]);
     let strides = Strides { token: D, head: D, page: 0 };
     let args = Args {
+        kv_scales: KvScales::default(),
         head_scores: HeadScores::default(),
         q: Buf::F32(&h.q),
         q_strides: (D, D),

@@ -64,6 +64,11 @@ impl BackwardPlan {
         if let KvLayout::Paged { .. } = problem.kv {
             return Err(BadArgument::new(OP, "kv", problem.kv, KvLayout::Contiguous));
         }
+        for (field, dtype) in [("q_dtype", problem.q_dtype), ("kv_dtype", problem.kv_dtype)] {
+            if !DType::UNSCALED.contains(&dtype) {
+                return Err(BadArgument::new(OP, field, dtype, "f32, bf16"));
+            }
+        }
         if problem.scores != Scores::default() {
             let asked = problem.scores.to_string();
             return Err(BadArgument::new(
@@ -253,6 +258,7 @@ mod tests {
     fn plan(heads: HeadShape, mask: Mask) -> BackwardPlan {
         let (q_dtype, kv_dtype) = (DType::Bf16, DType::Bf16);
         let problem = Problem {
+            kv_scales: suanpan_base::ScaleGrain::None,
             heads,
             mask,
             scores: Scores::default(),

@@ -1,5 +1,7 @@
 //! The AVX-512 instance: sixteen lanes, 6 × 4 register tiles.
 
+mod widen;
+
 use std::arch::x86_64::*;
 
 use half::bf16;

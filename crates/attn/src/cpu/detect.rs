@@ -9,7 +9,7 @@ use suanpan_base::BadArgument;
 pub enum Isa {
     /// Plain Rust, any processor.
     Portable,
-    /// x86-64 with AVX2 and FMA.
+    /// x86-64 with AVX2, FMA and F16C.
     Avx2,
     /// x86-64 with AVX-512 F, BW and VL.
     Avx512,
@@ -36,7 +36,11 @@ impl Isa {
         match self {
             Isa::Portable => true,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
                 is_x86_feature_detected!("avx512f")

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rayon::ThreadPool;
 use suanpan_attn::{KvLayout, Limits, Machine, Plan, Problem, Scores, Workspace};
-use suanpan_base::{BadArgument, DType, Mask, SeqLen};
+use suanpan_base::{BadArgument, DType, Mask, ScaleGrain, SeqLen};
 use suanpan_cache::{KvStorage, LayerShape};
 use suanpan_ledger::{AttnBooks, kernel};
 use suanpan_ops::{self as ops, LinearInput, LinearOut, LinearWorkspace, Precision, RopeTable};
@@ -178,6 +178,7 @@ impl Core {
             let index = known.unwrap_or(plans.len());
             if known.is_none() {
                 let problem = Problem {
+                    kv_scales: ScaleGrain::None,
                     heads,
                     mask,
                     scores: Scores::default(),
