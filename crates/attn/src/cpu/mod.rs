@@ -41,6 +41,10 @@ pub(crate) unsafe fn run_task(t: &Task<'_>) -> (Counts, Option<usize>) {
     unsafe {
         match t.call.plan.machine.isa() {
             #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 if t.call.plan.machine.integer_dots() && avx512::codes::fits(t) => {
+                avx512::codes::run(t)
+            }
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => avx512::run(t),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => avx2::run(t),

@@ -317,7 +317,9 @@ pub fn machine(threads: usize) -> Machine {
 }
 
 pub fn machines() -> Vec<Machine> {
-    Isa::ALL.into_iter().filter_map(|i| Machine::forced(i, 1).ok()).collect()
+    let all = Isa::ALL.into_iter().filter_map(|i| Machine::forced(i, 1).ok());
+    all.flat_map(|m| [m, m.without_integer_dots()].into_iter().take(1 + usize::from(m.integer_dots())))
+        .collect()
 }
 
 /// Plain attention of one row in f32: scores, max, exp, sum, weighted sum, one after another.
