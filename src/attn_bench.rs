@@ -8,7 +8,7 @@ use half::bf16;
 use rayon::prelude::*;
 use suanpan_attn::cpu::stream;
 use suanpan_attn::reference::{self, Spec};
-use suanpan_attn::{Args, Extras, KvLayout, Limits, Machine, Plan, Problem, Strides, Workspace};
+use suanpan_attn::{Args, Extras, KvLayout, KvScales, Limits, Machine, Plan, Problem, Strides, Workspace};
 use suanpan_base::{BadArgument, Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_cache::{KvStorage, LayerShape};
 use suanpan_ledger::AttnBooks;
@@ -119,7 +119,7 @@ pub fn run(config: &Config) -> Result<Vec<Row>, BadArgument> {
     let machine = Machine::detect(config.threads);
     pool.install(|| {
         let mut rows = Vec::new();
-        for dtype in DType::ALL {
+        for dtype in DType::UNSCALED {
             for &d in &config.head_dims {
                 for causal in [false, true] {
                     for &s in &config.lengths {
@@ -169,7 +169,7 @@ impl Flat {
     fn new(x: Vec<bf16>, dtype: DType) -> Flat {
         match dtype {
             DType::F32 => Flat::F32(x.iter().map(|x| x.to_f32()).collect()),
-            DType::Bf16 => Flat::Bf16(x),
+            _ => Flat::Bf16(x),
         }
     }
 
@@ -290,6 +290,7 @@ impl Subject {
         let q_strides = self.q_strides();
         let ((k, k_strides), (v, v_strides)) = (self.memory.k(), self.memory.v());
         let args = Args {
+            kv_scales: KvScales::default(),
             extras: Extras::default(),
             q: self.q.buf(),
             q_strides,

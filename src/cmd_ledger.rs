@@ -44,7 +44,7 @@ struct KernelArgs {
     /// Width of a value and an output [default: --head-dim].
     #[arg(long)]
     head_dim_v: Option<usize>,
-    /// Element type: f32 or bf16.
+    /// Element type: f32, bf16 or f16.
     #[arg(long, default_value = "bf16")]
     dtype: DType,
     /// Row i sees keys up to seqlen_k - seqlen_q + i.
@@ -242,6 +242,7 @@ mod tests {
     fn what_cannot_be_honoured_is_refused_by_name() {
         for (line, name) in [
             ("kernel --seqlen-q 1 --seqlen-k 1 --head-dim 8 --dtype fp8", "fp8"),
+            ("kernel --seqlen-q 1 --seqlen-k 1 --head-dim 8 --dtype int4", "dtype"),
             ("kernel --seqlen-q 1 --seqlen-k 1 --head-dim 8 --window 0", "window"),
             ("kernel --seqlen-q 0 --seqlen-k 1 --head-dim 8", "seqlen_q"),
             ("kernel --seqlen-q 1 --seqlen-k 1 --head-dim 8 --heads 3 --kv-heads 2", "num_kv_heads"),

@@ -10,8 +10,8 @@ use std::time::Instant;
 use half::bf16;
 use suanpan_attn::reference::{Spec, attention_backward_f64};
 use suanpan_attn::{
-    Args, BackwardArgs, BackwardPlan, BackwardWorkspace, Extras, Limits, Machine, Plan, Problem, Strides,
-    Workspace, run, run_backward,
+    Args, BackwardArgs, BackwardPlan, BackwardWorkspace, Extras, KvScales, Limits, Machine, Plan, Problem,
+    Strides, Workspace, run, run_backward,
 };
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::{AttnBooks, BackwardBooks};
@@ -34,14 +34,14 @@ impl Flat {
         let x = (0..n).map(|_| bf16::from_f32((uniform() + uniform() + uniform()) * 2.0));
         match dtype {
             DType::F32 => Flat::F32(x.map(|x| x.to_f32()).collect()),
-            DType::Bf16 => Flat::Bf16(x.collect()),
+            _ => Flat::Bf16(x.collect()),
         }
     }
 
     fn nan(n: usize, dtype: DType) -> Flat {
         match dtype {
             DType::F32 => Flat::F32(vec![f32::NAN; n]),
-            DType::Bf16 => Flat::Bf16(vec![bf16::NAN; n]),
+            _ => Flat::Bf16(vec![bf16::NAN; n]),
         }
     }
 
@@ -111,6 +111,7 @@ impl Subject {
         };
         let strides = Strides { token: d, head: length * d, page: 0 };
         let args = Args {
+            kv_scales: KvScales::default(),
             extras: Extras::default(),
             q: s.q.buf(),
             q_strides: (d, length * d),

@@ -63,6 +63,7 @@ pub(crate) fn check(
     }
     let asked = Asked { op: OP, problem: p, total_q: n };
     asked.check(&args.extras, plan.seqs.iter().map(|s| s.len))?;
+    crate::scales::check_numbers(plan, args)?;
     match p.kv {
         KvLayout::Contiguous => check_contiguous(plan, args),
         KvLayout::Paged { page_size } => check_paged(plan, args, page_size),
@@ -157,6 +158,7 @@ fn check_paged(plan: &Plan, args: &Args<'_>, page_size: usize) -> Result<(), Bad
     };
     let k_pages = pages("k", args.k.len(), args.k_strides, h.head_dim_qk)?;
     let v_pages = pages("v", args.v.len(), args.v_strides, h.head_dim_v)?;
+    let (k_pages, v_pages) = crate::scales::pages_with_scales(plan, args, (k_pages, v_pages));
     for (i, seq) in plan.seqs.iter().enumerate() {
         check_table_row(plan, args, page_size, i, seq, k_pages.min(v_pages))?;
     }
@@ -192,7 +194,8 @@ fn check_table_row(
         for at in keys.start / page_size..(keys.end - 1) / page_size + 1 {
             let id = row[at];
             if id as usize >= num_pages {
-                let supported = format!("page ids below {num_pages}, the pages that k and v hold");
+                let supported =
+                    format!("page ids below {num_pages}, the pages that k, v and their scales hold");
                 return Err(refuse(format!("page_table[{i}][{at}]"), id, supported));
             }
         }

@@ -15,6 +15,7 @@ pub mod plan;
 pub mod problem;
 pub mod reference;
 pub mod run;
+pub mod scales;
 pub mod workspace;
 
 pub use backward::{BackwardArgs, BackwardPlan, BackwardWorkspace, run_backward};
@@ -23,4 +24,5 @@ pub use extras::{Bias, BiasStrides, BlockMask, DropoutKey, Extras, TreeMask};
 pub use plan::{Kernel, Limits, Plan};
 pub use problem::{BlockShape, KvLayout, Problem, Scores};
 pub use run::{Args, Strides, run};
+pub use scales::KvScales;
 pub use workspace::Workspace;

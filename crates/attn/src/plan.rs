@@ -210,7 +210,9 @@ impl Plan {
     /// above; [`Plan::predicted_with`] looks at the bits.
     pub fn predicted(&self, len: SeqLen) -> AttnBooks {
         let p = &self.problem;
-        kernel::attention_books(p.heads, p.mask, len, p.kv_dtype, self.tile_q_for(len))
+        let mut books = kernel::attention_books(p.heads, p.mask, len, p.kv_dtype, self.tile_q_for(len));
+        books.kv_read_bytes += crate::scales::predicted_bytes(self, len);
+        books
     }
 
     /// What the ledger expects the call to compute and read for sequence `seq` of the schedule, under the call's tree and block masks.
@@ -219,7 +221,8 @@ impl Plan {
         let (p, Seq { len, q_start, .. }) = (&self.problem, self.seqs[seq]);
         let seen = |head: usize, row: usize, key: usize| extras.sees(p, (seq, len, q_start), head, row, key);
         let tile = (self.tile_q_for(len), KEY_BLOCK);
-        kernel::attention_books_seen(p.heads, p.mask, len, p.kv_dtype, tile, seen)
+        let stored = (p.kv_dtype, p.kv_scales, crate::scales::page_size_of(p));
+        kernel::attention_books_seen(p.heads, p.mask, len, stored, tile, seen)
     }
 
     /// Lays out a batch. Nothing is allocated within the limits; past them it is a refusal and the plan keeps its old schedule.
@@ -247,7 +250,7 @@ impl Plan {
             return 1;
         }
         let h = self.problem.heads;
-        let block = KEY_BLOCK * (h.head_dim_qk + h.head_dim_v) * self.problem.kv_dtype.bytes();
+        let block = self.problem.kv_dtype.bytes_of(KEY_BLOCK * (h.head_dim_qk + h.head_dim_v));
         let rows = (len.seqlen_q * h.group_size()).max(1);
         let most = (DIRECT_BLOCK_BYTES / block).min(DIRECT_TASK_ROWS / rows).clamp(1, h.num_kv_heads);
         let tasks = (TASKS_A_THREAD * self.machine.threads()).div_ceil(splits).clamp(1, h.num_kv_heads);
@@ -382,13 +385,14 @@ impl fmt::Display for Plan {
         };
         writeln!(
             f,
-            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}{narrowed}{}, {}; {}",
+            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {} ({}), {}{narrowed}{}, {}; {}",
             h.num_q_heads,
             h.num_kv_heads,
             h.head_dim_qk,
             h.head_dim_v,
             p.q_dtype,
             p.kv_dtype,
+            p.kv_scales,
             p.mask,
             p.scores,
             p.kv,

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use suanpan_base::{BadArgument, DType, HeadShape, Mask};
+use suanpan_base::{BadArgument, DType, HeadShape, Mask, ScaleGrain};
 
 /// The name under which this file and the plan refuse a request.
 pub(crate) const OP: &str = "attention plan";
@@ -118,6 +118,8 @@ pub struct Problem {
     pub q_dtype: DType,
     /// Element type of stored keys and values.
     pub kv_dtype: DType,
+    /// Which of them share a scale; only types of 8 bits and fewer take scales.
+    pub kv_scales: ScaleGrain,
     /// Contiguous or paged.
     pub kv: KvLayout,
 }
@@ -139,6 +141,7 @@ impl Problem {
             softmax_scale: None,
             q_dtype: DType::F32,
             kv_dtype: DType::F32,
+            kv_scales: ScaleGrain::None,
             kv: KvLayout::Contiguous,
         }
     }
@@ -170,7 +173,7 @@ impl Problem {
         {
             return Err(BadArgument::new(OP, "page_size", page_size, "1 to 2^20 tokens"));
         }
-        Ok(())
+        crate::scales::check_problem(self)
     }
 }
 

@@ -9,6 +9,7 @@ use suanpan_ledger::{AttnBooks, kernel};
 use crate::cpu::task::{Call, Queue};
 use crate::extras::Extras;
 use crate::plan::Plan;
+use crate::scales::KvScales;
 use crate::workspace::Workspace;
 
 /// Distances between neighbours in K or V, in elements. Within a row elements are contiguous.
@@ -41,6 +42,8 @@ pub struct Args<'a> {
     pub page_table: &'a [u32],
     /// Ids from one row of `page_table` to the next, and the most a row holds.
     pub page_table_stride: usize,
+    /// Scales of K and V, as the problem's `kv_scales` says.
+    pub kv_scales: KvScales<'a>,
     /// What the problem asks for beside q, k and v.
     pub extras: Extras<'a>,
     /// Output `[total_q, num_q_heads, head_dim_v]` under `out_strides`, of q's element type.
@@ -75,12 +78,12 @@ pub fn run(
     });
     let heads = plan.problem.heads;
     let per_key = kernel::kv_write_bytes(heads, 1, plan.problem.kv_dtype) / heads.num_kv_heads as u64;
-    for (book, (pairs, keys)) in books.iter_mut().zip(call.counts) {
-        let (pairs, keys) = (pairs.load(Ordering::Relaxed), keys.load(Ordering::Relaxed));
+    for (book, counts) in books.iter_mut().zip(call.counts) {
+        let [pairs, keys, scales] = counts.each_ref().map(|n| n.load(Ordering::Relaxed));
         *book += AttnBooks {
             pairs,
             flops: kernel::forward_flops(pairs, heads),
-            kv_read_bytes: keys * per_key,
+            kv_read_bytes: keys * per_key + scales * kernel::SCALE_PAIR_BYTES,
             kv_write_bytes: 0,
         };
     }

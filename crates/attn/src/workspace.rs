@@ -41,11 +41,13 @@ pub(crate) struct SlotLayout {
     pub k: usize,
     pub v: usize,
     pub zeros: usize,
+    /// Scales of a block's keys, then of its values.
+    pub scales: usize,
     /// `Seen`: visible keys a row.
     pub visible: usize,
     /// `Bits`: visible keys of the block at hand a row.
     pub bits: usize,
-    /// usize: element offsets of the K rows and V rows of a block, then of the next one.
+    /// usize: element offsets of the K rows and V rows of a block, then of the next one, then of a widened one.
     pub offsets: usize,
     pub end: usize,
 }
@@ -77,9 +79,10 @@ impl SlotLayout {
             k: part(KEY_BLOCK * dqk),
             v: part(KEY_BLOCK * dv),
             zeros: part(dqk),
+            scales: part(2 * KEY_BLOCK),
             visible: part(rows * size_of::<Seen>() / size_of::<f32>()),
             bits: part(rows * size_of::<Bits>() / size_of::<f32>()),
-            offsets: part(4 * KEY_BLOCK * words),
+            offsets: part(6 * KEY_BLOCK * words),
             // One line between slots keeps neighbours' prefetches apart.
             end: part(LINE),
         }
@@ -114,7 +117,7 @@ impl Sizes {
         let floats = self.threads * self.slot + self.partial_out + self.partial_rows;
         floats * size_of::<f32>()
             + self.arrivals * size_of::<AtomicU32>()
-            + self.seqs * 2 * size_of::<AtomicU64>()
+            + self.seqs * 3 * size_of::<AtomicU64>()
     }
 
     /// The first need of `other` that `self` does not meet: (field, needed, held).
@@ -174,8 +177,8 @@ pub struct Workspace {
     partial_out: Floats,
     partial_lse: Floats,
     pub(crate) arrivals: Box<[AtomicU32]>,
-    /// Row-key pairs and keys loaded of each sequence of the running call.
-    pub(crate) counts: Box<[(AtomicU64, AtomicU64)]>,
+    /// Row-key pairs, keys and scales loaded of each sequence of the running call.
+    pub(crate) counts: Box<[[AtomicU64; 3]]>,
 }
 
 impl std::fmt::Debug for Workspace {

@@ -3,7 +3,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use suanpan_attn::{Args, Extras, Limits, Machine, Plan, Problem, Strides, Workspace, run};
+use suanpan_attn::{Args, Extras, KvScales, Limits, Machine, Plan, Problem, Strides, Workspace, run};
 use suanpan_base::{Buf, BufMut, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
 
@@ -50,6 +50,7 @@ fn scheduling_and_running_allocate_nothing() {
                 plan.schedule(lens).unwrap();
                 let strides = Strides { token: 128, head: 64, page: 0 };
                 let args = Args {
+                    kv_scales: KvScales::default(),
                     extras: Extras::default(),
                     q: Buf::F32(&q),
                     q_strides: (256, 64),

@@ -3,7 +3,7 @@
 mod common;
 use common::*;
 use half::bf16;
-use suanpan_attn::{Args, Extras, Limits, Plan, Scores, Strides, Workspace, run};
+use suanpan_attn::{Args, Extras, KvScales, Limits, Plan, Scores, Strides, Workspace, run};
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
 
@@ -243,6 +243,7 @@ fn a_transposed_view_is_read_as_if_it_were_dense() {
     let (mut out, mut books) = (vec![f32::NAN; n * 4 * 24], [AttnBooks::default()]);
     let s = Strides { token: 24, head: n * 24, page: 0 };
     let args = Args {
+        kv_scales: KvScales::default(),
         extras: Extras::default(),
         q: Buf::F32(&q),
         q_strides: (24, n * 24),
@@ -299,6 +300,7 @@ fn paged_call(seqlen_k: usize, table: &[u32], stride: usize) -> Result<Vec<f32>,
     let (q, mut out, mut books) = (vec![0.0; 8], vec![-3.0; 8], [AttnBooks::default()]);
     let s = Strides { token: 8, head: 128, page: 128 };
     let args = Args {
+        kv_scales: KvScales::default(),
         extras: Extras::default(),
         q: Buf::F32(&q),
         q_strides: (8, 8),
@@ -354,6 +356,7 @@ fn buffers_shorter_than_their_strides_are_read_past_the_end() {
         let (q, k, v) = (vec![0.0; n[0]], vec![0.0; n[1]], vec![0.0; n[2]]);
         let (mut out, mut books) = (vec![0.0; n[3]], [AttnBooks::default()]);
         let args = Args {
+            kv_scales: KvScales::default(),
             extras: Extras::default(),
             q: Buf::F32(&q),
             q_strides: (n[4], 8),
@@ -411,6 +414,7 @@ fn numbers_of_heads_that_do_not_fit_the_problem_are_refused_by_name() {
         let mut out = vec![-7.0; 48];
         let strides = Strides { token: 8, head: 8, page: 0 };
         let args = Args {
+            kv_scales: KvScales::default(),
             extras: Extras { alibi_slopes: slopes, sinks, ..Extras::default() },
             q: Buf::F32(&data.q),
             q_strides: (16, 8),

@@ -4,7 +4,8 @@ mod common;
 use common::backward::*;
 use common::*;
 use suanpan_attn::{
-    Args, Bias, BiasStrides, BlockMask, DropoutKey, Extras, Scores, Strides, TreeMask, Workspace, run,
+    Args, Bias, BiasStrides, BlockMask, DropoutKey, Extras, KvScales, Scores, Strides, TreeMask, Workspace,
+    run,
 };
 use suanpan_base::{Buf, BufMut, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
@@ -21,6 +22,7 @@ fn call(c: &Case, data: &Data, extras: Extras<'_>) -> Result<(Vec<f32>, Vec<f32>
     let strides = |width: usize| Strides { token: width, head: width, page: 0 };
     let args = Args {
         extras,
+        kv_scales: KvScales::default(),
         q: Buf::F32(&data.q),
         q_strides: (h.head_dim_qk, h.head_dim_qk),
         k: Buf::F32(&data.k),
@@ -98,6 +100,7 @@ fn run_with(c: &Case, data: &Data, extras: Extras<'_>) -> Vec<u32> {
     let rows = (h.num_q_heads * h.head_dim_v, h.head_dim_v);
     let args = Args {
         extras,
+        kv_scales: KvScales::default(),
         q: Buf::F32(&data.q),
         q_strides: rows,
         k: Buf::F32(&data.k),

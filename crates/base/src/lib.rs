@@ -2,13 +2,14 @@
 //!
 //! No I/O, no threads, no clock, no device. Nothing here knows a model, a page or a kernel.
 
+pub mod codes;
 pub mod dtype;
 pub mod error;
 pub mod lse;
 pub mod mask;
 pub mod shape;
 
-pub use dtype::{Buf, BufMut, DType};
+pub use dtype::{Buf, BufMut, DType, ScaleGrain};
 pub use error::BadArgument;
 pub use mask::{Mask, Seen};
 pub use shape::{HeadShape, SeqLen};

@@ -72,6 +72,10 @@ impl KvStorage {
         let mut placed = Vec::with_capacity(layers.len());
         for &shape in layers {
             shape.heads.check(OP)?;
+            if !DType::UNSCALED.contains(&shape.dtype) {
+                // Codes need scales, which these pages have no place for.
+                return Err(BadArgument::new(OP, "dtype", shape.dtype, "f32, bf16"));
+            }
             placed.push(Layer { shape, offset: bytes_per_page });
             bytes_per_page = page_bytes(&shape, page_size)?
                 .checked_add(bytes_per_page)
@@ -161,14 +165,14 @@ impl KvStorage {
         let Layer { shape, offset } = &self.layers[layer];
         match side {
             Side::K => *offset,
-            Side::V => offset + self.page_size * shape.heads.head_dim_qk * shape.dtype.bytes(),
+            Side::V => offset + shape.dtype.bytes_of(self.page_size * shape.heads.head_dim_qk),
         }
     }
 
     fn strides(&self, layer: usize, side: Side) -> (usize, usize, usize) {
         let LayerShape { heads, dtype } = self.layers[layer].shape;
         let head = self.page_size * (heads.head_dim_qk + heads.head_dim_v);
-        (width(heads, side), head, self.bytes_per_page / dtype.bytes())
+        (width(heads, side), head, self.bytes_per_page / dtype.bytes_of(1))
     }
 
     fn view(&self, layer: usize, side: Side) -> Buf<'_> {
@@ -176,6 +180,7 @@ impl KvStorage {
         match self.layers[layer].shape.dtype {
             DType::F32 => Buf::F32(bytemuck::cast_slice(bytes)),
             DType::Bf16 => Buf::Bf16(bytemuck::cast_slice(bytes)),
+            other => unreachable!("{other} pages were refused"),
         }
     }
 
@@ -196,6 +201,7 @@ impl KvStorage {
                 })
             }
             DType::Bf16 => scatter(bytemuck::cast_slice_mut(bytes), &place, slots, rows, to_bf16),
+            other => unreachable!("{other} pages were refused"),
         }
     }
 }
@@ -254,7 +260,7 @@ fn page_bytes(layer: &LayerShape, page_size: usize) -> Result<usize, BadArgument
     let heads = layer.heads;
     let width = heads.head_dim_qk.checked_add(heads.head_dim_v);
     let width = width.ok_or_else(|| BadArgument::new(OP, "head_dim", "past 2^64", "below 2^63"))?;
-    let factors = [page_size, heads.num_kv_heads, width, layer.dtype.bytes()];
+    let factors = [page_size, heads.num_kv_heads, width, layer.dtype.bytes_of(1)];
     checked_product(OP, "page_size * num_kv_heads * (head_dim_qk + head_dim_v) * bytes", &factors)
 }
 

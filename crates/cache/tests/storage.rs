@@ -66,7 +66,7 @@ proptest! {
                 .collect()
         };
         let written = storage.write(1, &slots, &rows(0, dims.0), &rows(1, dims.1));
-        prop_assert_eq!(written, (tokens * kv_heads * (dims.0 + dims.1) * dtype.bytes()) as u64);
+        prop_assert_eq!(written, (tokens * kv_heads * (dims.0 + dims.1) * dtype.bytes_of(1)) as u64);
 
         for (side, head_dim, buf, strides) in [
             (0, dims.0, storage.k(1), storage.k_strides(1)),

@@ -58,7 +58,7 @@ pub struct CacheLedger {
     pub pages: u64,
     /// Slots of each sequence's last page that hold no token.
     pub waste_tokens_per_sequence: u64,
-    /// One entry for each element type.
+    /// One entry for each element type that needs no scales.
     pub dtypes: Vec<DTypeCache>,
     /// The same cache under every group size that the query heads allow; empty where layers differ in their heads.
     pub groups: Vec<GroupCache>,
@@ -119,9 +119,8 @@ pub const fn pages_for(tokens: u64, page_size: u64) -> u64 {
 
 /// Bytes of one token in one layer.
 pub fn token_bytes(heads: HeadShape, dtype: DType) -> u128 {
-    heads.num_kv_heads as u128
-        * (heads.head_dim_qk as u128 + heads.head_dim_v as u128)
-        * dtype.bytes() as u128
+    heads.num_kv_heads as u128 * (heads.head_dim_qk as u128 + heads.head_dim_v as u128) * dtype.bits() as u128
+        / 8
 }
 
 /// Tokens of a sequence of `tokens` that a layer's next query can still see.
@@ -147,7 +146,7 @@ impl CacheRequest {
             pages_per_sequence,
             pages,
             waste_tokens_per_sequence,
-            dtypes: DType::ALL
+            dtypes: DType::UNSCALED
                 .iter()
                 .map(|&d| self.in_dtype(d, pages_per_sequence))
                 .collect::<Result<_, _>>()?,
@@ -235,7 +234,7 @@ impl CacheRequest {
                     let bytes = product(&[token, factors[0], factors[1], factors[2]])?;
                     Ok((dtype.name(), narrow("bytes", bytes)?))
                 };
-                let bytes = DType::ALL.iter().map(|&d| of(d)).collect::<Result<_, _>>()?;
+                let bytes = DType::UNSCALED.iter().map(|&d| of(d)).collect::<Result<_, _>>()?;
                 Ok(GroupCache {
                     group_size,
                     num_kv_heads,

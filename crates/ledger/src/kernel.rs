@@ -3,7 +3,9 @@
 //! Plain attention materialises scores and probabilities ([num_q_heads, seqlen_q, seqlen_k] each) in device memory;
 //! tiled attention (FlashAttention, arXiv 2205.14135, section 3.2) reads K and V once per query tile and writes only o and lse.
 
-use suanpan_base::{DType, HeadShape, Mask, SeqLen};
+use std::ops::Range;
+
+use suanpan_base::{DType, HeadShape, Mask, ScaleGrain, SeqLen};
 
 use crate::entry::{AttnBooks, BackwardBooks, Entry};
 
@@ -14,7 +16,47 @@ pub const fn forward_flops(pairs: u64, heads: HeadShape) -> u64 {
 
 /// Key and value bytes of `tokens` tokens of one layer.
 pub const fn kv_write_bytes(heads: HeadShape, tokens: usize, kv_dtype: DType) -> u64 {
-    (tokens * heads.num_kv_heads * (heads.head_dim_qk + heads.head_dim_v) * kv_dtype.bytes()) as u64
+    kv_dtype.bytes_of(tokens * heads.num_kv_heads * (heads.head_dim_qk + heads.head_dim_v)) as u64
+}
+
+/// Bytes of one scale of a key or value and of its partner on the other side.
+pub const SCALE_PAIR_BYTES: u64 = 8;
+
+/// Bytes of the scales that the walk of [`attention_books`] reads: keys go by in blocks that stand on multiples of `key_block`, and each run
+/// of keys of a block that share a scale reads it once, for each tile and kv head.
+///
+/// `page_size` counts only where scales belong to pages; pages start at the sequence's first key.
+pub fn scale_read_bytes(
+    heads: HeadShape,
+    mask: Mask,
+    len: SeqLen,
+    (scales, page_size): (ScaleGrain, usize),
+    (tile_q, key_block): (usize, usize),
+) -> u64 {
+    assert!(tile_q >= 1 && key_block >= 1, "a tile holds at least one token");
+    let mut pairs = 0u64;
+    for row in (0..len.seqlen_q).step_by(tile_q) {
+        let hull = mask.visible_hull(len, row..(row + tile_q).min(len.seqlen_q));
+        for mut keys in hull.pieces() {
+            while !keys.is_empty() {
+                let end = (keys.start / key_block * key_block + key_block).min(keys.end);
+                pairs += scale_runs(scales, page_size, keys.start..end);
+                keys.start = end;
+            }
+        }
+    }
+    pairs * heads.num_kv_heads as u64 * SCALE_PAIR_BYTES
+}
+
+/// Runs of the keys `keys` of a block that share a scale.
+pub fn scale_runs(scales: ScaleGrain, page_size: usize, keys: Range<usize>) -> u64 {
+    match scales {
+        _ if keys.is_empty() => 0,
+        ScaleGrain::None => 0,
+        ScaleGrain::Tensor | ScaleGrain::Head => 1,
+        ScaleGrain::Token => keys.len() as u64,
+        ScaleGrain::Page => ((keys.end - 1) / page_size - keys.start / page_size + 1) as u64,
+    }
 }
 
 /// Books of one sequence in one call of a kernel that walks queries in tiles of `tile_q` tokens.
@@ -47,18 +89,19 @@ pub fn attention_books(
 }
 
 /// The same where bits narrow the mask: `seen(query head, row, key)` says which of the mask's pairs count. Keys are loaded in blocks of
-/// `tile.1` that stand on multiples of it; a tile of `tile.0` tokens loads those in which the kv head's rows see a key. O(pairs).
+/// `tile.1` that stand on multiples of it; a tile of `tile.0` tokens loads those in which the kv head's rows see a key, and their scales.
+/// O(pairs).
 pub fn attention_books_seen(
     heads: HeadShape,
     mask: Mask,
     len: SeqLen,
-    kv_dtype: DType,
+    (kv_dtype, scales, page_size): (DType, ScaleGrain, usize),
     (tile_q, key_block): (usize, usize),
     seen: impl Fn(usize, usize, usize) -> bool,
 ) -> AttnBooks {
     assert!(tile_q >= 1 && key_block >= 1, "a tile holds at least one token");
     let group = heads.group_size();
-    let (mut pairs, mut keys_loaded) = (0u64, 0u64);
+    let (mut pairs, mut keys_loaded, mut scale_pairs) = (0u64, 0u64, 0u64);
     for (start, kv_head) in
         (0..len.seqlen_q).step_by(tile_q).flat_map(|s| (0..heads.num_kv_heads).map(move |h| (s, h)))
     {
@@ -73,13 +116,18 @@ pub fn attention_books_seen(
                 touched[key / key_block] = true;
             }
         }
-        keys_loaded += hull.keys().filter(|key| touched[key / key_block]).count() as u64;
+        for block in (0..touched.len()).filter(|&block| touched[block]) {
+            for keys in hull.within(&(block * key_block..(block + 1) * key_block)) {
+                keys_loaded += keys.len() as u64;
+                scale_pairs += scale_runs(scales, page_size, keys);
+            }
+        }
     }
     let per_key = kv_write_bytes(heads, 1, kv_dtype) / heads.num_kv_heads as u64;
     AttnBooks {
         pairs,
         flops: forward_flops(pairs, heads),
-        kv_read_bytes: keys_loaded * per_key,
+        kv_read_bytes: keys_loaded * per_key + scale_pairs * SCALE_PAIR_BYTES,
         kv_write_bytes: 0,
     }
 }
@@ -114,7 +162,7 @@ pub fn backward_books(
     }
     let keys = |tile: usize| tile_k.min(len.seqlen_k - tile * tile_k) as u64;
     let keys_loaded: u64 = (0..touched.len()).filter(|&tile| touched[tile]).map(keys).sum();
-    let q_bytes = heads.num_q_heads * (heads.head_dim_qk + heads.head_dim_v) * q_dtype.bytes();
+    let q_bytes = q_dtype.bytes_of(heads.num_q_heads * (heads.head_dim_qk + heads.head_dim_v));
     BackwardBooks {
         pairs,
         flops: backward_flops(pairs, heads),
@@ -158,7 +206,7 @@ pub fn backward_books_seen(
         pairs,
         flops: backward_flops(pairs, heads),
         kv_read_bytes: keys_loaded * kv_write_bytes(heads, 1, kv_dtype) / heads.num_kv_heads as u64,
-        q_read_bytes: tokens_loaded * ((heads.head_dim_qk + heads.head_dim_v) * q_dtype.bytes()) as u64,
+        q_read_bytes: tokens_loaded * q_dtype.bytes_of(heads.head_dim_qk + heads.head_dim_v) as u64,
     }
 }
 
@@ -168,8 +216,8 @@ pub fn tiled(heads: HeadShape, mask: Mask, len: SeqLen, dtype: DType, tile_q: us
     let q_rows = (len.seqlen_q * heads.num_q_heads) as u64;
     Entry {
         flops: books.flops,
-        device_read_bytes: books.kv_read_bytes + q_rows * (heads.head_dim_qk * dtype.bytes()) as u64,
-        device_write_bytes: q_rows * (heads.head_dim_v * dtype.bytes() + 4) as u64,
+        device_read_bytes: books.kv_read_bytes + q_rows * dtype.bytes_of(heads.head_dim_qk) as u64,
+        device_write_bytes: q_rows * (dtype.bytes_of(heads.head_dim_v) + 4) as u64,
         link_bytes: 0,
     }
 }
@@ -188,11 +236,11 @@ pub struct Plain {
 /// Plain attention: every score is computed and stored, masked ones included.
 pub fn plain(heads: HeadShape, len: SeqLen, dtype: DType) -> Plain {
     let scores = heads.num_q_heads as u64 * len.seqlen_q as u64 * len.seqlen_k as u64;
-    let copy = scores * dtype.bytes() as u64;
+    let copy = dtype.bytes_of(scores as usize) as u64;
     let q_rows = (len.seqlen_q * heads.num_q_heads) as u64;
     let kv = kv_write_bytes(heads, len.seqlen_k, dtype);
-    let q_bytes = q_rows * (heads.head_dim_qk * dtype.bytes()) as u64;
-    let o_bytes = q_rows * (heads.head_dim_v * dtype.bytes()) as u64;
+    let q_bytes = q_rows * dtype.bytes_of(heads.head_dim_qk) as u64;
+    let o_bytes = q_rows * dtype.bytes_of(heads.head_dim_v) as u64;
     let entry = Entry {
         flops: forward_flops(scores, heads),
         device_read_bytes: q_bytes + kv + 2 * copy,
@@ -236,6 +284,20 @@ mod tests {
         let unseen =
             backward_books(heads, Mask::window(1), SeqLen::new(1, 9), (DType::F32, DType::F32), 2, 2);
         assert_eq!(unseen.kv_read_bytes, 2 * 16 * 4);
+    }
+
+    #[test]
+    fn int4_is_half_a_byte_and_scales_are_read_once_a_run() {
+        let heads = HeadShape::new(4, 2, 8);
+        let len = SeqLen::new(4, 20);
+        let books = attention_books(heads, Mask::FULL, len, DType::I4, 4);
+        assert_eq!(books.kv_read_bytes, 20 * 2 * 16 / 2);
+        let bytes = |mask, scales, tile| scale_read_bytes(heads, mask, len, (scales, 16), (tile, 12));
+        // Two blocks of 12 keys; page 0 lies in both.
+        assert_eq!(ScaleGrain::ALL.map(|s| bytes(Mask::FULL, s, 4)), [0, 2 * 16, 2 * 16, 20 * 16, 3 * 16]);
+        assert_eq!(bytes(Mask::FULL, ScaleGrain::Page, 2), 2 * 3 * 16);
+        // A window that sees keys 16 .. 20 reads the second page's scales alone.
+        assert_eq!(bytes(Mask::window(1), ScaleGrain::Page, 4), 16);
     }
 
     #[test]

@@ -85,7 +85,8 @@ impl Machine {
     pub fn flops_per_s(&self, dtype: DType) -> f64 {
         match dtype {
             DType::F32 => self.f32_flops_per_s,
-            DType::Bf16 => self.bf16_flops_per_s,
+            // Narrower types are widened to it.
+            _ => self.bf16_flops_per_s,
         }
     }
 

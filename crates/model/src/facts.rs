@@ -19,9 +19,10 @@ impl ModelConfig {
         let heads = self.heads;
         let width = heads.head_dim_qk as u64 + heads.head_dim_v as u64;
         // Saturating: a config without weights may claim any sizes.
-        [heads.num_kv_heads as u64, self.layers.len() as u64, dtype.bytes() as u64]
+        let elements = [heads.num_kv_heads as u64, self.layers.len() as u64]
             .into_iter()
-            .fold(width, u64::saturating_mul)
+            .fold(width, u64::saturating_mul);
+        (u128::from(elements) * dtype.bits() as u128 / 8).try_into().unwrap_or(u64::MAX)
     }
 }
 

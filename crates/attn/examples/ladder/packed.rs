@@ -1,7 +1,7 @@
 //! Step 5: the crate. Keys are packed into panels that stay in the first-level cache while all rows of a tile stream past, and the inner
 //! loop is a register tile of 6 rows × 4 vectors: 24 products for every 10 loads. Blocks that come next are asked for ahead of time.
 
-use suanpan_attn::{Args, Extras, Limits, Machine, Plan, Problem, Strides, Workspace, run};
+use suanpan_attn::{Args, Extras, KvScales, Limits, Machine, Plan, Problem, Strides, Workspace, run};
 use suanpan_base::{Buf, BufMut, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
 
@@ -25,6 +25,7 @@ pub fn attention(h: &Head, out: &mut [f32]) {
     let mut workspace = Workspace::for_plans(&[&plan]);
     let strides = Strides { token: D, head: D, page: 0 };
     let args = Args {
+        kv_scales: KvScales::default(),
         extras: Extras::default(),
         q: Buf::F32(&h.q),
         q_strides: (D, D),

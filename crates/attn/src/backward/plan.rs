@@ -75,6 +75,11 @@ impl BackwardPlan {
         if let KvLayout::Paged { .. } = problem.kv {
             return Err(BadArgument::new(OP, "kv", problem.kv, KvLayout::Contiguous));
         }
+        for (field, dtype) in [("q_dtype", problem.q_dtype), ("kv_dtype", problem.kv_dtype)] {
+            if !DType::UNSCALED.contains(&dtype) {
+                return Err(BadArgument::new(OP, field, dtype, "f32, bf16"));
+            }
+        }
         limits.check(OP)?;
         let mut plan = BackwardPlan {
             problem: *problem,

@@ -87,7 +87,7 @@ pub fn run_backward(
     for_each(plan, call.bias_parts(), |at, worker| unsafe { call.run_bias(at, worker) });
     let (heads, p) = (plan.problem.heads, &plan.problem);
     let per_key = kernel::kv_write_bytes(heads, 1, p.kv_dtype) / kv_heads as u64;
-    let per_row = ((heads.head_dim_qk + heads.head_dim_v) * p.q_dtype.bytes()) as u64;
+    let per_row = p.q_dtype.bytes_of(heads.head_dim_qk + heads.head_dim_v) as u64;
     for (book, counted) in books.iter_mut().zip(call.counters) {
         let pairs = counted.pairs.load(Ordering::Relaxed);
         let again = counted.bias_pairs.load(Ordering::Relaxed);

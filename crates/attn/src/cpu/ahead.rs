@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+use suanpan_base::DType;
+
 use super::task::{Scratch, Task};
 use super::vector::Vector;
 use crate::plan::KEY_BLOCK;
@@ -38,11 +40,11 @@ pub(crate) fn fill_offsets(t: &Task<'_>, base: usize, k_off: &mut [usize], v_off
     }
 }
 
-/// Keys or values of the walk: where the first head's element 0 is; bytes of an element, of a row, and from head to head.
+/// Keys or values of the walk: where the first head's element 0 is; element type; bytes of a row, and from head to head.
 #[derive(Clone, Copy)]
 struct Side {
     start: *const u8,
-    element: usize,
+    dtype: DType,
     row: usize,
     head: usize,
 }
@@ -86,11 +88,12 @@ impl Ahead {
         fill_offsets(t, base, w.k_next, w.v_next);
         let (key, end) = columns(t, base);
         let (heads, strides) = (t.call.heads, t.head_strides());
-        let side = |(start, element): (*const u8, usize), width: usize, head: usize| Side {
+        let dtype = t.call.plan.problem.kv_dtype;
+        let side = |start: *const u8, width: usize, head: usize| Side {
             start,
-            element,
-            row: width * element,
-            head: head * element,
+            dtype,
+            row: dtype.bytes_of(width),
+            head: dtype.bytes_of(head),
         };
         let k = side(t.call.k.start(), heads.head_dim_qk, strides.0);
         let v = side(t.call.v.start(), heads.head_dim_v, strides.1);
@@ -136,7 +139,7 @@ impl Ahead {
         }
         let keys = (self.run - self.key % self.run).min(self.end - self.key);
         let (side, offsets) = if self.values { (self.v, &w.v_next) } else { (self.k, &w.k_next) };
-        self.at = side.start.wrapping_add(offsets[self.key] * side.element + self.head * side.head);
+        self.at = side.start.wrapping_add(side.dtype.bytes_of(offsets[self.key]) + self.head * side.head);
         self.left = (keys * side.row).div_ceil(LINE_BYTES);
         self.head += usize::from(self.values);
         self.values = !self.values;

@@ -1,5 +1,7 @@
 //! The AVX2 + FMA instance: eight lanes, 6 × 2 register tiles.
 
+mod widen;
+
 use std::arch::x86_64::*;
 
 use half::bf16;
@@ -223,7 +225,7 @@ unsafe impl Vector for Ymm {
 ///
 /// # Safety
 /// As `Call::run_task`, on a processor with these features.
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded.
     unsafe { super::run_with::<Ymm, 2>(t) }
@@ -233,7 +235,7 @@ pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
 ///
 /// # Safety
 /// As `backward::run`, on a processor with these features.
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
     // SAFETY: forwarded.
     unsafe { backward::run_with::<Ymm, 2>(t) }
@@ -243,7 +245,7 @@ pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
 ///
 /// # Safety
 /// On a processor with these features.
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 pub(crate) unsafe fn read(data: &[f32]) -> f32 {
     // SAFETY: forwarded.
     unsafe { super::stream::read_with::<Ymm>(data) }

@@ -1,5 +1,8 @@
 //! The AVX-512 instance: sixteen lanes, 6 × 4 register tiles.
 
+pub(crate) mod codes;
+mod widen;
+
 use std::arch::x86_64::*;
 
 use half::bf16;

@@ -9,7 +9,7 @@ use suanpan_base::BadArgument;
 pub enum Isa {
     /// Plain Rust, any processor.
     Portable,
-    /// x86-64 with AVX2 and FMA.
+    /// x86-64 with AVX2, FMA and F16C.
     Avx2,
     /// x86-64 with AVX-512 F, BW and VL.
     Avx512,
@@ -31,12 +31,25 @@ impl Isa {
         }
     }
 
+    /// True when this processor has dot products of bytes that go with it: VNNI beside AVX-512.
+    fn has_integer_dots(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => is_x86_feature_detected!("avx512vnni"),
+            _ => false,
+        }
+    }
+
     /// True when this processor can run it.
     pub fn is_available(self) -> bool {
         match self {
             Isa::Portable => true,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
                 is_x86_feature_detected!("avx512f")
@@ -56,6 +69,8 @@ impl Isa {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Machine {
     isa: Isa,
+    /// The instruction set has dot products of bytes beside it.
+    integer_dots: bool,
     threads: usize,
 }
 
@@ -63,7 +78,7 @@ impl Machine {
     /// The best available instruction set, with up to `threads` tasks at once (at least 1).
     pub fn detect(threads: usize) -> Machine {
         let isa = Isa::ALL.into_iter().rev().find(|i| i.is_available()).unwrap_or(Isa::Portable);
-        Machine { isa, threads: threads.clamp(1, MAX_THREADS) }
+        Machine { isa, integer_dots: isa.has_integer_dots(), threads: threads.clamp(1, MAX_THREADS) }
     }
 
     /// A given instruction set; refused where this processor lacks it.
@@ -72,7 +87,17 @@ impl Machine {
             let have: Vec<_> = Isa::ALL.into_iter().filter(|i| i.is_available()).map(Isa::name).collect();
             return Err(BadArgument::new("machine", "isa", isa.name(), have.join(", ")));
         }
-        Ok(Machine { isa, threads: threads.clamp(1, MAX_THREADS) })
+        Ok(Machine { isa, integer_dots: isa.has_integer_dots(), threads: threads.clamp(1, MAX_THREADS) })
+    }
+
+    /// The same without dot products of bytes, as if the processor lacked them.
+    pub fn without_integer_dots(self) -> Machine {
+        Machine { integer_dots: false, ..self }
+    }
+
+    /// True when int8 and int4 keys and values may meet their queries as bytes.
+    pub fn integer_dots(&self) -> bool {
+        self.integer_dots
     }
 
     /// The instruction set in use.
@@ -91,6 +116,7 @@ const MAX_THREADS: usize = 1024;
 
 impl fmt::Display for Machine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "cpu {}, {} threads", self.isa.name(), self.threads)
+        let dots = if self.integer_dots { " with VNNI" } else { "" };
+        write!(f, "cpu {}{dots}, {} threads", self.isa.name(), self.threads)
     }
 }

@@ -6,12 +6,15 @@
 
 use std::ops::Range;
 
-use super::ahead::{Ahead, LINE_BYTES, fill_offsets};
+use super::ahead::{Ahead, LINE_BYTES, columns, fill_offsets};
+use super::element::{Elem, InPlace};
+use super::kv_scales::{fill, scale_weights};
 use super::scores::{change_row, drop_row};
 use super::seen::{Bits, Runs, bits_of, hide, hull};
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Task};
-use super::vector::{Elem, Vector};
+use super::vector::Vector;
+use super::widen::widen_block;
 use crate::plan::KEY_BLOCK;
 
 /// Rows that share a load of K or V.
@@ -23,22 +26,105 @@ const DOT_LINES: usize = 5;
 
 /// One head of a task: where its data starts and where its rows stand in the slot.
 #[derive(Clone, Copy)]
-struct Head<E> {
-    k: *const E,
-    v: *const E,
+pub(crate) struct Head<E> {
+    pub k: *const E,
+    pub v: *const E,
     /// First row in the slot's q, o, max, alpha and sum.
-    row: usize,
+    pub row: usize,
+}
+
+/// Where a task's rows of K and V are.
+#[derive(Clone, Copy)]
+pub(crate) enum Kv<E> {
+    /// The call's own buffers.
+    InPlace(*const E, *const E),
+    /// The slot, into which each block is widened first.
+    Widened,
+}
+
+/// How rows of an element type meet queries and weights.
+///
+/// # Safety
+/// As [`Vector`]; `h` and the columns are a checked task's.
+pub(crate) unsafe trait Rows<V: Vector>: Elem {
+    /// Lays out query row `row` of the task, which stands at `at` in the slot.
+    unsafe fn start_row(t: &Task<'_>, w: &Scratch<'_>, row: usize, at: usize);
+    /// Where element `i` of an output stands in its row.
+    fn place(i: usize) -> usize;
+    /// s = scale·q·k for R rows and the block's keys.
+    unsafe fn dots<const R: usize>(
+        t: &Task<'_>,
+        w: &Scratch<'_>,
+        h: Head<Self>,
+        ahead: &mut Ahead,
+        cols: Columns,
+    );
+    /// o = alpha·o + p·v for R rows and keys `keys` of the block.
+    unsafe fn values<const R: usize, const N: usize>(
+        t: &Task<'_>,
+        w: &Scratch<'_>,
+        h: Head<Self>,
+        ahead: &mut Ahead,
+        keys: (usize, usize),
+    );
+}
+
+// SAFETY: forwards to the functions below.
+unsafe impl<V: Vector, E: InPlace> Rows<V> for E {
+    #[inline(always)]
+    unsafe fn start_row(t: &Task<'_>, w: &Scratch<'_>, row: usize, at: usize) {
+        // SAFETY: the slot's parts hold DIRECT_TASK_ROWS rows of padded widths; zeros holds one row.
+        unsafe {
+            let q = w.q.add(at * w.q_stride);
+            std::ptr::write_bytes(q, 0, w.q_stride);
+            t.load_query(row, w.zeros, 1);
+            for i in 0..t.call.heads.head_dim_qk {
+                *q.add(place::<V, E>(i)) = *w.zeros.add(i);
+            }
+        }
+    }
+    #[inline(always)]
+    fn place(i: usize) -> usize {
+        place::<V, E>(i)
+    }
+    #[inline(always)]
+    unsafe fn dots<const R: usize>(
+        t: &Task<'_>,
+        w: &Scratch<'_>,
+        h: Head<E>,
+        ahead: &mut Ahead,
+        cols: Columns,
+    ) {
+        // SAFETY: forwarded.
+        unsafe {
+            if t.call.heads.head_dim_qk.is_multiple_of(2 * V::LANES) {
+                dot_block::<V, E, R, false>(t, w, h, ahead, cols);
+            } else {
+                dot_block::<V, E, R, true>(t, w, h, ahead, cols);
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn values<const R: usize, const N: usize>(
+        t: &Task<'_>,
+        w: &Scratch<'_>,
+        h: Head<E>,
+        ahead: &mut Ahead,
+        keys: (usize, usize),
+    ) {
+        // SAFETY: forwarded.
+        unsafe { add_values::<V, E, R, N>(t, w, h, ahead, keys) }
+    }
 }
 
 /// Runs a task of at most `DIRECT_ROWS` rows a head. Returns what it did and the task to run next, whose first block it has asked for.
 ///
 /// # Safety
-/// As `Call::run_task`, inside an instance of `V`; `k` and `v` are the call's.
+/// As `Call::run_task`, inside an instance of `V`; `kv` are the call's.
 #[inline(always)]
-pub(crate) unsafe fn run<V: Vector, E: Elem + Default, const N: usize>(
+pub(crate) unsafe fn run<V: Vector, E: Rows<V>, const N: usize>(
     t: &Task<'_>,
-    k: *const E,
-    v: *const E,
+    kv: Kv<E>,
 ) -> (Counts, Option<usize>) {
     // SAFETY: forwarded; every pointer below stays inside its part of the slot.
     unsafe {
@@ -56,11 +142,26 @@ pub(crate) unsafe fn run<V: Vector, E: Elem + Default, const N: usize>(
             let mut ahead;
             (ahead, next_task) = Ahead::over(t, block, &mut w);
             for head in 0..t.unit.kv_heads {
-                let (k_head, v_head) = t.head_strides();
-                let h = Head { k: k.add(head * k_head), v: v.add(head * v_head), row: head * t.rows() };
-                let (pairs, keys) = head_over_block::<V, E, N>(&t.of_head(head), &mut w, h, &mut ahead, base);
+                let at = t.of_head(head);
+                let row = head * t.rows();
+                let scales = fill::<V>(&at, &w, base).runs;
+                let (pairs, keys) = match kv {
+                    Kv::InPlace(k, v) => {
+                        let (k_head, v_head) = t.head_strides();
+                        let h = Head { k: E::at(k, head * k_head), v: E::at(v, head * v_head), row };
+                        head_over_block::<V, E, N>(&at, &mut w, h, &mut ahead, base)
+                    }
+                    Kv::Widened => {
+                        widen_block::<V>(t, &mut w, head, columns(t, base));
+                        let h = Head { k: w.k.cast_const().cast(), v: w.v.cast_const().cast(), row };
+                        let counted = head_over_block::<V, E, N>(&at, &mut w, h, &mut ahead, base);
+                        w.swap_wide();
+                        counted
+                    }
+                };
                 counts.pairs += pairs;
                 counts.keys += keys;
+                counts.scales += if keys > 0 { scales } else { 0 };
             }
             std::mem::swap(&mut w.k_off, &mut w.k_next);
             std::mem::swap(&mut w.v_off, &mut w.v_next);
@@ -74,7 +175,7 @@ pub(crate) unsafe fn run<V: Vector, E: Elem + Default, const N: usize>(
 
 /// All rows of one head over the block at `base`. Returns the (row, key) pairs and the keys loaded.
 #[inline(always)]
-unsafe fn head_over_block<V: Vector, E: Elem + Default, const N: usize>(
+unsafe fn head_over_block<V: Vector, E: Rows<V>, const N: usize>(
     t: &Task<'_>,
     w: &mut Scratch<'_>,
     h: Head<E>,
@@ -112,23 +213,17 @@ unsafe fn head_over_block<V: Vector, E: Elem + Default, const N: usize>(
 
 /// Where element `i` of a row stands in the order of `load_pair`.
 #[inline(always)]
-fn place<V: Vector, E: Elem>(i: usize) -> usize {
+fn place<V: Vector, E: InPlace>(i: usize) -> usize {
     let pair = 2 * V::LANES;
     if E::INTERLEAVED { i / pair * pair + i % 2 * V::LANES + i % pair / 2 } else { i }
 }
 
 #[inline(always)]
-unsafe fn start<V: Vector, E: Elem>(t: &Task<'_>, w: &mut Scratch<'_>, first: usize) {
-    let d = t.call.heads.head_dim_qk;
+unsafe fn start<V: Vector, E: Rows<V>>(t: &Task<'_>, w: &mut Scratch<'_>, first: usize) {
     for row in 0..t.rows() {
-        // SAFETY: the slot's parts hold DIRECT_TASK_ROWS rows of padded widths; zeros holds one row.
+        // SAFETY: the slot's parts hold DIRECT_TASK_ROWS rows of padded widths.
         unsafe {
-            let q = w.q.add((first + row) * w.q_stride);
-            std::ptr::write_bytes(q, 0, w.q_stride);
-            t.load_query(row, w.zeros, 1);
-            for i in 0..d {
-                *q.add(place::<V, E>(i)) = *w.zeros.add(i);
-            }
+            E::start_row(t, w, row, first + row);
             *w.max.add(first + row) = f32::NEG_INFINITY;
             w.visible[row] = t.visible(row);
         }
@@ -150,7 +245,7 @@ fn sharing(w: &Scratch<'_>, row: usize, rows: usize) -> usize {
 
 /// Scores, weights and outputs of R rows from `h.row` (in the slot; `row` of the head) over the keys `bits` that all of them see.
 #[inline(always)]
-unsafe fn rows_over_block<V: Vector, E: Elem + Default, const R: usize, const N: usize>(
+unsafe fn rows_over_block<V: Vector, E: Rows<V>, const R: usize, const N: usize>(
     t: &Task<'_>,
     w: &Scratch<'_>,
     h: Head<E>,
@@ -166,11 +261,7 @@ unsafe fn rows_over_block<V: Vector, E: Elem + Default, const R: usize, const N:
     // SAFETY: forwarded.
     unsafe {
         let cols = Columns { from: lo / V::LANES * V::LANES, to: hi.next_multiple_of(V::LANES), lo, hi };
-        if t.call.heads.head_dim_qk.is_multiple_of(2 * V::LANES) {
-            dot_block::<V, E, R, false>(t, w, h, ahead, cols);
-        } else {
-            dot_block::<V, E, R, true>(t, w, h, ahead, cols);
-        }
+        E::dots::<R>(t, w, h, ahead, cols);
         for r in 0..R {
             let at = h.row + r;
             let (s, sum, max) = (w.s.add(r * KEY_BLOCK), w.sum.add(at * V::LANES), &mut *w.max.add(at));
@@ -186,9 +277,12 @@ unsafe fn rows_over_block<V: Vector, E: Elem + Default, const R: usize, const N:
                 softmax_row::<V, true>(s, cols, max, sum)
             };
             drop_row(t, row + r, base, s, (lo, hi));
+            if t.call.scales.any() {
+                scale_weights::<V>(w, s, cols);
+            }
         }
         for run in Runs(bits) {
-            add_values::<V, E, R, N>(t, w, h, ahead, (run.start, run.end));
+            E::values::<R, N>(t, w, h, ahead, (run.start, run.end));
             if holes {
                 // Sums shrink once a block.
                 (0..R).for_each(|r| *w.alpha.add(h.row + r) = 1.0);
@@ -199,7 +293,7 @@ unsafe fn rows_over_block<V: Vector, E: Elem + Default, const R: usize, const N:
 
 /// s = scale·q·k for R rows and the block's keys.
 #[inline(always)]
-unsafe fn dot_block<V: Vector, E: Elem + Default, const R: usize, const TAIL: bool>(
+unsafe fn dot_block<V: Vector, E: InPlace, const R: usize, const TAIL: bool>(
     t: &Task<'_>,
     w: &Scratch<'_>,
     h: Head<E>,
@@ -207,7 +301,6 @@ unsafe fn dot_block<V: Vector, E: Elem + Default, const R: usize, const TAIL: bo
     cols: Columns,
 ) {
     let d = t.call.heads.head_dim_qk;
-    let scale = t.call.scale_log2;
     // SAFETY: checked offsets, also beside the task's keys; within the slot's parts.
     unsafe {
         let q = w.q.add(h.row * w.q_stride);
@@ -226,7 +319,7 @@ unsafe fn dot_block<V: Vector, E: Elem + Default, const R: usize, const TAIL: bo
                 }
             }
             for r in 0..R {
-                V::join(sums[r]).mul(V::splat(scale)).store(w.s.add(r * KEY_BLOCK + col));
+                V::join(sums[r]).mul(V::load(w.k_scales.add(col))).store(w.s.add(r * KEY_BLOCK + col));
             }
             col += V::LANES;
         }
@@ -235,7 +328,7 @@ unsafe fn dot_block<V: Vector, E: Elem + Default, const R: usize, const TAIL: bo
 
 /// Lane-wise partial dot products of R query rows with `DOT_KEYS` key rows; without `TAIL` rows are whole pairs of vectors.
 #[inline(always)]
-unsafe fn dot<V: Vector, E: Elem + Default, const R: usize, const TAIL: bool>(
+unsafe fn dot<V: Vector, E: InPlace, const R: usize, const TAIL: bool>(
     w: &Scratch<'_>,
     ahead: &mut Ahead,
     q: *const f32,
@@ -264,7 +357,7 @@ unsafe fn dot<V: Vector, E: Elem + Default, const R: usize, const TAIL: bool>(
 
 /// One pair of vectors of every dot product; with `PARTIAL` only `width` elements of it exist in k.
 #[inline(always)]
-unsafe fn dot_pair<V: Vector, E: Elem + Default, const R: usize, const PARTIAL: bool>(
+unsafe fn dot_pair<V: Vector, E: InPlace, const R: usize, const PARTIAL: bool>(
     acc: &mut [[V; DOT_KEYS]; R],
     q: *const f32,
     q_stride: usize,
@@ -292,7 +385,7 @@ unsafe fn dot_pair<V: Vector, E: Elem + Default, const R: usize, const PARTIAL: 
 
 /// o = alpha·o + p·v for R rows and keys `lo..hi` of the block, N vectors of columns at a time.
 #[inline(always)]
-unsafe fn add_values<V: Vector, E: Elem + Default, const R: usize, const N: usize>(
+unsafe fn add_values<V: Vector, E: InPlace, const R: usize, const N: usize>(
     t: &Task<'_>,
     w: &Scratch<'_>,
     h: Head<E>,
@@ -320,7 +413,7 @@ unsafe fn add_values<V: Vector, E: Elem + Default, const R: usize, const N: usiz
 
 /// Columns `x ..` of P pairs of vectors; with `PARTIAL` only `width` of them exist in v.
 #[inline(always)]
-unsafe fn value_columns<V: Vector, E: Elem + Default, const R: usize, const P: usize, const PARTIAL: bool>(
+unsafe fn value_columns<V: Vector, E: InPlace, const R: usize, const P: usize, const PARTIAL: bool>(
     w: &Scratch<'_>,
     h: Head<E>,
     ahead: &mut Ahead,
@@ -371,14 +464,14 @@ unsafe fn value_columns<V: Vector, E: Elem + Default, const R: usize, const P: u
 
 /// Hands every row to its place, in the order of the output.
 #[inline(always)]
-unsafe fn finish<V: Vector, E: Elem>(t: &Task<'_>, w: &Scratch<'_>, first: usize) {
+unsafe fn finish<V: Vector, E: Rows<V>>(t: &Task<'_>, w: &Scratch<'_>, first: usize) {
     let d = t.call.heads.head_dim_v;
     for row in 0..t.rows() {
         // SAFETY: the slot's score part holds a row of KEY_BLOCK * DIRECT_ROWS floats, more than any width.
         unsafe {
             let ordered = std::slice::from_raw_parts_mut(w.s, d);
             for i in 0..d {
-                ordered[i] = *w.o.add((first + row) * w.o_stride + place::<V, E>(i));
+                ordered[i] = *w.o.add((first + row) * w.o_stride + E::place(i));
             }
             let at = first + row;
             t.emit(row, ordered, *w.max.add(at), V::load(w.sum.add(at * V::LANES)).reduce_add());

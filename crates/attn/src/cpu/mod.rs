@@ -10,6 +10,8 @@ mod avx512;
 pub(crate) mod backward;
 pub mod detect;
 mod direct;
+mod element;
+mod kv_scales;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod pack;
@@ -21,11 +23,13 @@ mod softmax;
 pub mod stream;
 pub(crate) mod task;
 mod vector;
+mod widen;
 
 use half::bf16;
 
 use crate::plan::Kernel;
 use detect::Isa;
+use direct::Kv;
 use task::{Counts, Src, Task};
 use vector::Vector;
 
@@ -37,6 +41,10 @@ pub(crate) unsafe fn run_task(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded; `Machine` only holds an instruction set that is available.
     unsafe {
         match t.call.plan.machine.isa() {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 if t.call.plan.machine.integer_dots() && avx512::codes::fits(t) => {
+                avx512::codes::run(t)
+            }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => avx512::run(t),
             #[cfg(target_arch = "x86_64")]
@@ -55,8 +63,9 @@ unsafe fn run_with<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Option<u
     // SAFETY: forwarded.
     unsafe {
         match (t.call.plan.kernel_for(len), t.call.k, t.call.v) {
-            (Kernel::Direct, Src::F32(k), Src::F32(v)) => direct::run::<V, f32, N>(t, k, v),
-            (Kernel::Direct, Src::Bf16(k), Src::Bf16(v)) => direct::run::<V, bf16, N>(t, k, v),
+            (Kernel::Direct, Src::F32(k), Src::F32(v)) => direct::run::<V, f32, N>(t, Kv::InPlace(k, v)),
+            (Kernel::Direct, Src::Bf16(k), Src::Bf16(v)) => direct::run::<V, bf16, N>(t, Kv::InPlace(k, v)),
+            (Kernel::Direct, ..) => direct::run::<V, f32, N>(t, Kv::Widened),
             _ => packed::run::<V, N>(t),
         }
     }

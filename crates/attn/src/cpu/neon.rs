@@ -5,11 +5,15 @@ use std::arch::aarch64::*;
 use half::bf16;
 
 use super::backward;
+use super::element::Widen;
 use super::task::{Counts, Task};
 use super::vector::{MAX_LANES, Vector};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Quad(float32x4_t);
+
+// SAFETY: plain Rust.
+unsafe impl Widen for Quad {}
 
 // SAFETY: NEON is enabled in the only instance, `run`, and part of every AArch64 target that Rust ships.
 unsafe impl Vector for Quad {

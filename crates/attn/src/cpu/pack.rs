@@ -1,6 +1,7 @@
 //! Packing of a block of keys and values for the register-tiled products: K transposed into panels, V widened into panels.
 
-use super::vector::{Elem, MAX_LANES, Vector};
+use super::element::Elem;
+use super::vector::{MAX_LANES, Vector};
 use crate::plan::KEY_BLOCK;
 
 /// Packs the K rows at `offsets[lo..hi]` into panels `[head_dim][panel]` of `panel` keys each; key `i` becomes column `i`.
@@ -25,7 +26,7 @@ pub(crate) unsafe fn pack_k<V: Vector, E: Elem>(
         for i in 0..V::LANES {
             if (lo..hi).contains(&(group + i)) {
                 // SAFETY: a checked offset.
-                rows[i] = unsafe { k.add(offsets[group + i]) };
+                rows[i] = unsafe { E::at(k, offsets[group + i]) };
             }
         }
         // SAFETY: group < KEY_BLOCK, a multiple of panel.
@@ -58,7 +59,7 @@ unsafe fn pack_square<V: Vector, E: Elem, const PARTIAL: bool>(
     unsafe {
         let mut block = [V::splat(0.0); MAX_LANES];
         for i in 0..V::LANES {
-            let p = rows[i].add(x);
+            let p = E::at(rows[i], x);
             block[i] = if PARTIAL { E::load_partial(p, n) } else { E::load(p) };
         }
         V::transpose(&mut block);
@@ -89,7 +90,7 @@ pub(crate) unsafe fn pack_v<V: Vector, E: Elem, const N: usize>(
         let keys = &offsets[lo..hi];
         // SAFETY: the panel holds KEY_BLOCK rows; columns left .. d of every row exist.
         unsafe {
-            let v = v.add(left);
+            let v = E::at(v, left);
             let dst = dst.add(left * KEY_BLOCK);
             let width = (d - left).min(N * V::LANES);
             // Widths that are whole vectors take no partial load.
@@ -122,7 +123,7 @@ unsafe fn pack_panel<V: Vector, E: Elem, const M: usize>(
         let mut out = dst.add(lo * M * V::LANES);
         for &offset in offsets {
             for m in 0..M {
-                let x: V = E::load(v.add(offset + m * V::LANES));
+                let x: V = E::load(E::at(v, offset + m * V::LANES));
                 // x * 0 is 0 for finite x and NaN otherwise.
                 taint[m] = x.fma(zero, taint[m]);
                 x.store(out.add(m * V::LANES));
@@ -150,7 +151,7 @@ unsafe fn pack_ragged<V: Vector, E: Elem>(
         for (i, &offset) in offsets.iter().enumerate() {
             let mut x = 0;
             while x < width {
-                let p = v.add(offset + x);
+                let p = E::at(v, offset + x);
                 let y: V = if x + V::LANES <= width { E::load(p) } else { E::load_partial(p, width - x) };
                 taint = y.fma(zero, taint);
                 y.store(dst.add((lo + i) * stride + x));

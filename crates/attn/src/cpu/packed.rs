@@ -11,12 +11,14 @@
 use suanpan_base::Seen;
 
 use super::ahead::{Ahead, columns, fill_offsets};
+use super::element::Elem;
+use super::kv_scales::{fill, scale_weights};
 use super::pack::{pack_k, pack_v};
 use super::scores::{change_row, drop_row};
 use super::seen::{Bits, Runs, bits_of, hide, hull};
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Src, Task};
-use super::vector::{Elem, Vector};
+use super::vector::Vector;
 use crate::plan::KEY_BLOCK;
 use crate::workspace::TILE_ROWS;
 
@@ -49,7 +51,9 @@ pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Op
             (ahead, next_task) = Ahead::over(t, block, &mut w);
             let unseen = t.unit.by_bits && look_up(t, &mut w, base) == 0 && t.call.sight.narrowed();
             if !unseen {
-                let finite = load_block::<V, N>(t, &w, columns(t, base));
+                let scales = fill::<V>(t, &w, base);
+                counts.scales += scales.runs;
+                let finite = load_block::<V, N>(t, &w, columns(t, base)) && scales.finite;
                 counts.keys += t.pieces(base).map(|piece| piece.len() as u64).iter().sum::<u64>();
                 scores::<V, N>(t, &w, &mut ahead, base);
                 counts.pairs += outputs::<V, N>(t, &w, &mut ahead, base, finite);
@@ -84,7 +88,7 @@ unsafe fn start<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>) {
         }
         std::ptr::write_bytes(w.sum, 0, padded * V::LANES);
         std::ptr::write_bytes(w.o, 0, padded * w.o_stride);
-        // One row of zero bytes serves both element types.
+        // One row of zero bytes serves all element types.
         std::ptr::write_bytes(w.zeros, 0, d);
     }
 }
@@ -110,11 +114,21 @@ unsafe fn load_block<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, c
         match t.call.k {
             Src::F32(k) => pack_k_block::<V, f32, N>(t, w, k, cols),
             Src::Bf16(k) => pack_k_block::<V, half::bf16, N>(t, w, k, cols),
+            Src::F16(k) => pack_k_block::<V, half::f16, N>(t, w, k, cols),
+            Src::E4m3(k) => pack_k_block::<V, _, N>(t, w, k, cols),
+            Src::E5m2(k) => pack_k_block::<V, _, N>(t, w, k, cols),
+            Src::I8(k) => pack_k_block::<V, i8, N>(t, w, k, cols),
+            Src::I4(k) => pack_k_block::<V, _, N>(t, w, k, cols),
         }
         let d = t.call.heads.head_dim_v;
         match t.call.v {
             Src::F32(v) => pack_v::<V, f32, N>(v, w.v_off, cols, d, w.v),
             Src::Bf16(v) => pack_v::<V, half::bf16, N>(v, w.v_off, cols, d, w.v),
+            Src::F16(v) => pack_v::<V, half::f16, N>(v, w.v_off, cols, d, w.v),
+            Src::E4m3(v) => pack_v::<V, _, N>(v, w.v_off, cols, d, w.v),
+            Src::E5m2(v) => pack_v::<V, _, N>(v, w.v_off, cols, d, w.v),
+            Src::I8(v) => pack_v::<V, i8, N>(v, w.v_off, cols, d, w.v),
+            Src::I4(v) => pack_v::<V, _, N>(v, w.v_off, cols, d, w.v),
         }
     }
 }
@@ -165,11 +179,12 @@ unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, ahead
                 let q = w.q.add(tile * TILE_ROWS * d);
                 let k = w.k.add(left * d);
                 let s = w.s.add(tile * TILE_ROWS * KEY_BLOCK + left);
+                let scales = w.k_scales.add(left);
                 match (span.to - left).min(panel).div_ceil(V::LANES) {
-                    1 => score_tile::<V, 1>(q, k, panel, d, s, t.call.scale_log2),
-                    2 if N > 2 => score_tile::<V, 2>(q, k, panel, d, s, t.call.scale_log2),
-                    3 if N > 3 => score_tile::<V, 3>(q, k, panel, d, s, t.call.scale_log2),
-                    _ => score_tile::<V, N>(q, k, panel, d, s, t.call.scale_log2),
+                    1 => score_tile::<V, 1>(q, k, panel, d, s, scales),
+                    2 if N > 2 => score_tile::<V, 2>(q, k, panel, d, s, scales),
+                    3 if N > 3 => score_tile::<V, 3>(q, k, panel, d, s, scales),
+                    _ => score_tile::<V, N>(q, k, panel, d, s, scales),
                 }
             }
         }
@@ -185,9 +200,9 @@ unsafe fn score_tile<V: Vector, const M: usize>(
     k_stride: usize,
     d: usize,
     s: *mut f32,
-    scale: f32,
+    scales: *const f32,
 ) {
-    // SAFETY: q holds [d][6], k [d][k_stride], s 6 rows of KEY_BLOCK.
+    // SAFETY: q holds [d][6], k [d][k_stride], s 6 rows of KEY_BLOCK, scales M vectors.
     unsafe {
         let mut acc = [[V::splat(0.0); M]; TILE_ROWS];
         for _ in 0..d {
@@ -204,10 +219,9 @@ unsafe fn score_tile<V: Vector, const M: usize>(
             q = q.add(TILE_ROWS);
             k = k.add(k_stride);
         }
-        let scale = V::splat(scale);
         for r in 0..TILE_ROWS {
             for m in 0..M {
-                acc[r][m].mul(scale).store(s.add(r * KEY_BLOCK + m * V::LANES));
+                acc[r][m].mul(V::load(scales.add(m * V::LANES))).store(s.add(r * KEY_BLOCK + m * V::LANES));
             }
         }
     }
@@ -286,6 +300,9 @@ unsafe fn weights<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, base: usize, tile: u
             };
             if row < rows {
                 drop_row(t, row, base, s, (seen.start, seen.end));
+            }
+            if t.call.scales.any() {
+                scale_weights::<V>(w, s, cols);
             }
         }
         if row < rows {

@@ -3,6 +3,7 @@
 use half::bf16;
 
 use super::backward;
+use super::element::Widen;
 use super::task::{Counts, Task};
 use super::vector::{MAX_LANES, Vector};
 
@@ -31,6 +32,9 @@ impl Lanes {
         Lanes(x)
     }
 }
+
+// SAFETY: plain Rust.
+unsafe impl Widen for Lanes {}
 
 // SAFETY: plain Rust; pointers are read and written only as each method's contract says.
 unsafe impl Vector for Lanes {

@@ -18,7 +18,7 @@ pub(crate) unsafe fn change_row<V: Vector>(
     s: *mut f32,
     cols: Columns,
 ) {
-    let (seq, head, token) = t.place(row);
+    let (seq, head, token) = t.place_of_row(row);
     let centre = t.call.mask.centre(t.call.plan.seqs[seq].len, token);
     let slope = t.call.extras.alibi_slopes.map_or(0.0, |slopes| slopes[head] * LOG2_E);
     // SAFETY: within the row of scores; LANES <= MAX_LANES; `check` bounded the bias of every key that exists.
@@ -76,7 +76,7 @@ pub(crate) unsafe fn bias_at<V: Vector>(first: *const f32, stride: usize, col: u
 #[inline(always)]
 pub(crate) unsafe fn drop_row(t: &Task<'_>, row: usize, base: usize, p: *mut f32, (lo, hi): (usize, usize)) {
     if let Some(dropout) = &t.call.dropout {
-        let (seq, head, token) = t.place(row);
+        let (seq, head, token) = t.place_of_row(row);
         // SAFETY: forwarded.
         let weights = unsafe { std::slice::from_raw_parts_mut(p.add(lo), hi - lo) };
         dropout.apply((seq, head, token), base + lo, weights);

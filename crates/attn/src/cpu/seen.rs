@@ -154,7 +154,7 @@ fn block_bits(
 impl Task<'_> {
     /// The keys of the block at `base` that row `row` of the task's head sees, of those in `pieces`.
     pub fn row_bits(&self, row: usize, base: usize, pieces: Bits) -> Bits {
-        let (seq, head, token) = self.place(row);
+        let (seq, head, token) = self.place_of_row(row);
         let Seq { len, q_start, .. } = self.call.plan.seqs[seq];
         self.call.sight.bits(Token { len, seq, q_start, token }, head, base) & pieces
     }

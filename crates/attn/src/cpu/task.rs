@@ -3,9 +3,11 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-use half::bf16;
+use half::{bf16, f16};
 use suanpan_base::{Buf, BufMut, HeadShape, Mask, Seen, lse};
 
+use super::element::{E4m3, E5m2, Int4Pair};
+use super::kv_scales::Scales;
 use super::seen::{Bits, Sight};
 use crate::dropout::Dropout;
 use crate::extras::Extras;
@@ -20,6 +22,11 @@ use crate::workspace::{SlotLayout, Workspace, padded};
 pub(crate) enum Src {
     F32(*const f32),
     Bf16(*const bf16),
+    F16(*const f16),
+    E4m3(*const E4m3),
+    E5m2(*const E5m2),
+    I8(*const i8),
+    I4(*const Int4Pair),
 }
 
 /// The same, to be written.
@@ -27,6 +34,7 @@ pub(crate) enum Src {
 pub(crate) enum Dst {
     F32(*mut f32),
     Bf16(*mut bf16),
+    F16(*mut f16),
 }
 
 impl Src {
@@ -34,14 +42,24 @@ impl Src {
         match buf {
             Buf::F32(x) => Src::F32(x.as_ptr()),
             Buf::Bf16(x) => Src::Bf16(x.as_ptr()),
+            Buf::F16(x) => Src::F16(x.as_ptr()),
+            Buf::E4m3(x) => Src::E4m3(x.as_ptr().cast()),
+            Buf::E5m2(x) => Src::E5m2(x.as_ptr().cast()),
+            Buf::I8(x) => Src::I8(x.as_ptr()),
+            Buf::I4(x) => Src::I4(x.as_ptr().cast()),
         }
     }
 
-    /// The start as bytes, and the bytes of an element.
-    pub fn start(self) -> (*const u8, usize) {
+    /// The start as bytes.
+    pub fn start(self) -> *const u8 {
         match self {
-            Src::F32(p) => (p.cast(), size_of::<f32>()),
-            Src::Bf16(p) => (p.cast(), size_of::<bf16>()),
+            Src::F32(p) => p.cast(),
+            Src::Bf16(p) => p.cast(),
+            Src::F16(p) => p.cast(),
+            Src::E4m3(p) => p.cast(),
+            Src::E5m2(p) => p.cast(),
+            Src::I8(p) => p.cast(),
+            Src::I4(p) => p.cast(),
         }
     }
 }
@@ -66,6 +84,7 @@ pub(crate) struct Call<'a> {
     k_strides: Strides,
     pub v: Src,
     v_strides: Strides,
+    pub scales: Scales,
     page_size: Option<usize>,
     page_table: &'a [u32],
     page_table_stride: usize,
@@ -80,7 +99,7 @@ pub(crate) struct Call<'a> {
     partial_width: usize,
     partial_lse: *mut f32,
     arrivals: &'a [AtomicU32],
-    pub counts: &'a [(AtomicU64, AtomicU64)],
+    pub counts: &'a [[AtomicU64; 3]],
 }
 
 // SAFETY: inputs are only read; each task writes its own rows of out, lse and partials, and each worker its own slot.
@@ -100,6 +119,8 @@ pub(crate) struct Counts {
     pub pairs: u64,
     /// Keys loaded.
     pub keys: u64,
+    /// Scales of keys loaded, and as many of values.
+    pub scales: u64,
 }
 
 /// The tasks that nobody has taken yet, in order.
@@ -144,6 +165,9 @@ pub(crate) struct Scratch<'s> {
     pub k: *mut f32,
     pub v: *mut f32,
     pub zeros: *mut f32,
+    /// Scales of a block's keys (with the factor of q·k) and values.
+    pub k_scales: *mut f32,
+    pub v_scales: *mut f32,
     pub visible: &'s mut [Seen],
     /// Keys of the block at hand that each row sees, where the unit goes by bits (direct kernel: always).
     pub bits: &'s mut [Bits],
@@ -152,9 +176,18 @@ pub(crate) struct Scratch<'s> {
     /// Offsets of the keys of the next block.
     pub k_next: &'s mut [usize],
     pub v_next: &'s mut [usize],
+    /// Offsets of a block's rows in `k` and `v`, where the direct kernel widens them.
+    pub k_wide: &'s mut [usize],
+    pub v_wide: &'s mut [usize],
 }
 
 impl Scratch<'_> {
+    /// Puts the offsets of widened rows in the place of the call's own, or back.
+    pub fn swap_wide(&mut self) {
+        std::mem::swap(&mut self.k_off, &mut self.k_wide);
+        std::mem::swap(&mut self.v_off, &mut self.v_wide);
+    }
+
     /// Columns of the block at `base` that row `row` sees, where rows see runs.
     #[inline(always)]
     pub fn visible_columns(&self, row: usize, base: usize) -> Range<usize> {
@@ -171,10 +204,7 @@ impl<'a> Call<'a> {
         let arrivals = &ws.arrivals[..plan.arrivals];
         let counts = &ws.counts[..plan.seqs.len()];
         arrivals.iter().for_each(|a| a.store(0, Ordering::Relaxed));
-        for (pairs, keys) in counts {
-            pairs.store(0, Ordering::Relaxed);
-            keys.store(0, Ordering::Relaxed);
-        }
+        counts.iter().flatten().for_each(|n| n.store(0, Ordering::Relaxed));
         let scale = f64::from(plan.problem.scale());
         let scale_log2 = (scale * std::f64::consts::LOG2_E) as f32;
         Call {
@@ -205,6 +235,7 @@ impl<'a> Call<'a> {
             k_strides: args.k_strides,
             v: Src::of(args.v),
             v_strides: args.v_strides,
+            scales: Scales::new(plan, &args.kv_scales),
             page_size: match plan.problem.kv {
                 KvLayout::Contiguous => None,
                 KvLayout::Paged { page_size } => Some(page_size),
@@ -214,6 +245,7 @@ impl<'a> Call<'a> {
             out: match args.out {
                 BufMut::F32(x) => Dst::F32(x.as_mut_ptr()),
                 BufMut::Bf16(x) => Dst::Bf16(x.as_mut_ptr()),
+                BufMut::F16(x) => Dst::F16(x.as_mut_ptr()),
             },
             out_strides: args.out_strides,
             lse: args.lse.map(|x| x.as_mut_ptr()),
@@ -240,9 +272,10 @@ impl<'a> Call<'a> {
         let t = Task { call: self, unit, kv_head: unit.kv_head, slot, queue };
         // SAFETY: forwarded.
         let (counts, next) = unsafe { super::run_task(&t) };
-        let (pairs, keys) = &self.counts[unit.seq as usize];
-        pairs.fetch_add(counts.pairs, Ordering::Relaxed);
-        keys.fetch_add(counts.keys, Ordering::Relaxed);
+        let counted = [counts.pairs, counts.keys, counts.scales];
+        for (total, n) in self.counts[unit.seq as usize].iter().zip(counted) {
+            total.fetch_add(n, Ordering::Relaxed);
+        }
         if unit.splits > 1 {
             for head in 0..unit.kv_heads {
                 // SAFETY: forwarded.
@@ -302,12 +335,16 @@ impl<'a> Task<'a> {
                 k: slot.add(l.k),
                 v: slot.add(l.v),
                 zeros: slot.add(l.zeros),
+                k_scales: slot.add(l.scales),
+                v_scales: slot.add(l.scales + KEY_BLOCK),
                 visible: std::slice::from_raw_parts_mut(slot.add(l.visible).cast(), rows),
                 bits: std::slice::from_raw_parts_mut(slot.add(l.bits).cast(), rows),
                 k_off: std::slice::from_raw_parts_mut(offsets, KEY_BLOCK),
                 v_off: std::slice::from_raw_parts_mut(offsets.add(KEY_BLOCK), KEY_BLOCK),
                 k_next: std::slice::from_raw_parts_mut(offsets.add(2 * KEY_BLOCK), KEY_BLOCK),
                 v_next: std::slice::from_raw_parts_mut(offsets.add(3 * KEY_BLOCK), KEY_BLOCK),
+                k_wide: std::slice::from_raw_parts_mut(offsets.add(4 * KEY_BLOCK), KEY_BLOCK),
+                v_wide: std::slice::from_raw_parts_mut(offsets.add(5 * KEY_BLOCK), KEY_BLOCK),
             }
         }
     }
@@ -335,7 +372,7 @@ impl<'a> Task<'a> {
     }
 
     /// Sequence, query head and query token (within the sequence) of row `row`.
-    pub fn place(&self, row: usize) -> (usize, usize, usize) {
+    pub fn place_of_row(&self, row: usize) -> (usize, usize, usize) {
         let group = self.call.heads.group_size();
         (self.unit.seq as usize, self.kv_head * group + row % group, self.unit.token + row / group)
     }
@@ -353,10 +390,23 @@ impl<'a> Task<'a> {
                 let x = match self.call.q {
                     Src::F32(p) => *p.add(at + i),
                     Src::Bf16(p) => (*p.add(at + i)).to_f32(),
+                    Src::F16(p) => (*p.add(at + i)).to_f32(),
+                    _ => unreachable!("queries of this type were refused"),
                 };
                 *dst.add(i * step) = x;
             }
         }
+    }
+
+    /// How many of the keys `keys` stand side by side, the first one's token within its page (or the buffer), and its page.
+    pub fn place(&self, keys: Range<usize>) -> (usize, usize, usize) {
+        let (c, seq) = (self.call, self.unit.seq as usize);
+        let Some(page_size) = c.page_size else {
+            return (keys.len(), c.plan.seqs[seq].k_start + keys.start, 0);
+        };
+        let (page, slot) = (keys.start / page_size, keys.start % page_size);
+        let id = c.page_table[seq * c.page_table_stride + page] as usize;
+        ((page_size - slot).min(keys.len()), slot, id)
     }
 
     /// Element offsets of the K and V rows of keys `keys`, in order.
@@ -428,7 +478,8 @@ impl<'a> Task<'a> {
         if max > f32::NEG_INFINITY {
             let larger = |old: u32| (natural > f32::from_bits(old)).then_some(natural.to_bits());
             // Nobody reads it before the call ends; an error means that it is larger already.
-            let _ = maxima[self.place(row).1].fetch_update(Ordering::Relaxed, Ordering::Relaxed, larger);
+            let _ =
+                maxima[self.place_of_row(row).1].fetch_update(Ordering::Relaxed, Ordering::Relaxed, larger);
         }
     }
 
@@ -459,6 +510,11 @@ impl<'a> Task<'a> {
                 Dst::Bf16(p) => {
                     for (i, &x) in o.iter().enumerate() {
                         *p.add(at + i) = bf16::from_f32(weighted(x));
+                    }
+                }
+                Dst::F16(p) => {
+                    for (i, &x) in o.iter().enumerate() {
+                        *p.add(at + i) = f16::from_f32(weighted(x));
                     }
                 }
             }

@@ -1,8 +1,10 @@
-//! The vector of f32 lanes that the kernels are written in, and the element types that load into it.
+//! The vector of f32 lanes that the kernels are written in.
 //!
 //! Every method is inlined into an instance that carries the instruction set as a target feature; none is called otherwise.
 
 use half::bf16;
+
+use super::element::Widen;
 
 /// Widest vector of any instance, in lanes.
 pub(crate) const MAX_LANES: usize = 16;
@@ -11,7 +13,7 @@ pub(crate) const MAX_LANES: usize = 16;
 ///
 /// # Safety
 /// Methods may only run where the instruction set is available, and pointers must be valid for the lanes they name.
-pub(crate) unsafe trait Vector: Copy {
+pub(crate) unsafe trait Vector: Copy + Widen {
     /// Lanes of a vector; at most [`MAX_LANES`] and a divisor of it.
     const LANES: usize;
     /// Exponents below this give exactly 0.
@@ -126,73 +128,5 @@ pub(crate) unsafe trait Vector: Copy {
             p = p.fma(r, Self::splat(1.0));
             p.scale(n)
         }
-    }
-}
-
-/// A stored element type of K and V.
-///
-/// # Safety
-/// As [`Vector`].
-pub(crate) unsafe trait Elem: Copy {
-    /// `load_pair` gives even and odd elements instead of the lower and upper half.
-    const INTERLEAVED: bool;
-    /// `LANES` elements.
-    unsafe fn load<V: Vector>(p: *const Self) -> V;
-    /// The first `n < LANES` elements, zeros after.
-    unsafe fn load_partial<V: Vector>(p: *const Self, n: usize) -> V;
-    /// `2 * LANES` elements in the order of `INTERLEAVED`.
-    unsafe fn load_pair<V: Vector>(p: *const Self) -> (V, V);
-    /// The first `n < 2 * LANES` elements in that order, zeros after.
-    #[inline(always)]
-    unsafe fn load_pair_partial<V: Vector>(p: *const Self, n: usize) -> (V, V)
-    where
-        Self: Default,
-    {
-        let mut buf = [Self::default(); 2 * MAX_LANES];
-        // SAFETY: n < 2 * LANES elements are readable by contract.
-        unsafe {
-            std::ptr::copy_nonoverlapping(p, buf.as_mut_ptr(), n);
-            Self::load_pair::<V>(buf.as_ptr())
-        }
-    }
-}
-
-// SAFETY: forwards to the vector's own loads.
-unsafe impl Elem for f32 {
-    const INTERLEAVED: bool = false;
-    #[inline(always)]
-    unsafe fn load<V: Vector>(p: *const f32) -> V {
-        // SAFETY: forwarded.
-        unsafe { V::load(p) }
-    }
-    #[inline(always)]
-    unsafe fn load_partial<V: Vector>(p: *const f32, n: usize) -> V {
-        // SAFETY: forwarded.
-        unsafe { V::load_partial(p, n) }
-    }
-    #[inline(always)]
-    unsafe fn load_pair<V: Vector>(p: *const f32) -> (V, V) {
-        // SAFETY: forwarded.
-        unsafe { (V::load(p), V::load(p.add(V::LANES))) }
-    }
-}
-
-// SAFETY: forwards to the vector's own loads.
-unsafe impl Elem for bf16 {
-    const INTERLEAVED: bool = true;
-    #[inline(always)]
-    unsafe fn load<V: Vector>(p: *const bf16) -> V {
-        // SAFETY: forwarded.
-        unsafe { V::load_bf16(p) }
-    }
-    #[inline(always)]
-    unsafe fn load_partial<V: Vector>(p: *const bf16, n: usize) -> V {
-        // SAFETY: forwarded.
-        unsafe { V::load_bf16_partial(p, n) }
-    }
-    #[inline(always)]
-    unsafe fn load_pair<V: Vector>(p: *const bf16) -> (V, V) {
-        // SAFETY: forwarded.
-        unsafe { V::load_bf16_pair(p) }
     }
 }

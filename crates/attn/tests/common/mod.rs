@@ -4,19 +4,21 @@
 pub mod backward;
 pub mod beside;
 pub mod random;
+pub mod stored;
 
 use std::num::NonZeroUsize;
 
-use half::bf16;
 use rayon::ThreadPool;
 use suanpan_attn::reference::{self, Spec};
 use suanpan_attn::{
     Args, BlockShape, Isa, KvLayout, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
 };
-use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
+use suanpan_base::{DType, HeadShape, Mask, ScaleGrain, SeqLen};
 use suanpan_ledger::AttnBooks;
 
 use beside::{Beside, Pairs};
+pub use stored::{Flat, on_grid};
+use stored::{ScaleLayout, scale_of};
 
 /// Everything that decides a run; prints as one line that reproduces it.
 #[derive(Clone, Debug)]
@@ -31,6 +33,7 @@ pub struct Case {
     pub scale: Option<f32>,
     pub q_dtype: DType,
     pub kv_dtype: DType,
+    pub kv_scales: ScaleGrain,
     pub page_size: Option<usize>,
     pub seqs: Vec<SeqLen>,
     pub seed: u64,
@@ -48,6 +51,7 @@ impl Case {
             scale: None,
             q_dtype: DType::F32,
             kv_dtype: DType::F32,
+            kv_scales: ScaleGrain::None,
             page_size: None,
             seqs: seqs.iter().map(|&(q, k)| SeqLen::new(q, k)).collect(),
             seed: 1,
@@ -55,6 +59,9 @@ impl Case {
     }
     pub fn dtypes(self, q: DType, kv: DType) -> Case {
         Case { q_dtype: q, kv_dtype: kv, ..self }
+    }
+    pub fn scaled(self, kv_scales: ScaleGrain) -> Case {
+        Case { kv_scales, ..self }
     }
     pub fn paged(self, page_size: usize) -> Case {
         Case { page_size: Some(page_size), ..self }
@@ -102,6 +109,7 @@ impl Case {
             softmax_scale: self.scale,
             q_dtype: self.q_dtype,
             kv_dtype: self.kv_dtype,
+            kv_scales: self.kv_scales,
             kv: self.page_size.map_or(KvLayout::Contiguous, |page_size| KvLayout::Paged { page_size }),
         }
     }
@@ -136,13 +144,6 @@ pub fn normal(n: usize, seed: u64, dtype: DType) -> Vec<f32> {
     (0..n).map(|_| on_grid((uniform() + uniform() + uniform() + uniform()) * 1.73, dtype)).collect()
 }
 
-pub fn on_grid(x: f32, dtype: DType) -> f32 {
-    match dtype {
-        DType::F32 => x,
-        DType::Bf16 => bf16::from_f32(x).to_f32(),
-    }
-}
-
 /// Logical data: q `[total_q, heads, dqk]`, k `[total_k, kv_heads, dqk]`, v `[total_k, kv_heads, dv]`.
 #[derive(Clone)]
 pub struct Data {
@@ -154,55 +155,23 @@ pub struct Data {
 impl Data {
     pub fn random(c: &Case) -> Data {
         let h = c.heads;
+        // Codes times scales of few bits: exact in f32.
+        let stored = |side: usize, width: usize| {
+            let n = c.total_k() * h.num_kv_heads * width;
+            let mut x = normal(n, c.seed * 3 + 2 + side as u64, DType::F32).into_iter();
+            let rows = c.seqs.iter().enumerate().flat_map(|(i, s)| (0..s.seqlen_k).map(move |key| (i, key)));
+            let rows = rows.flat_map(|(i, key)| (0..h.num_kv_heads).map(move |head| (i, key, head)));
+            let scales = rows.map(|(i, key, head)| scale_of(c, side, i, key, head));
+            let mut all = Vec::with_capacity(n);
+            for scale in scales {
+                all.extend(x.by_ref().take(width).map(|x| on_grid(x / scale, c.kv_dtype) * scale));
+            }
+            all
+        };
         Data {
             q: normal(c.total_q() * h.num_q_heads * h.head_dim_qk, c.seed * 3 + 1, c.q_dtype),
-            k: normal(c.total_k() * h.num_kv_heads * h.head_dim_qk, c.seed * 3 + 2, c.kv_dtype),
-            v: normal(c.total_k() * h.num_kv_heads * h.head_dim_v, c.seed * 3 + 3, c.kv_dtype),
-        }
-    }
-}
-
-/// A flat buffer of either type.
-pub enum Flat {
-    F32(Vec<f32>),
-    Bf16(Vec<bf16>),
-}
-
-impl Flat {
-    pub fn filled(n: usize, x: f32, dtype: DType) -> Flat {
-        match dtype {
-            DType::F32 => Flat::F32(vec![x; n]),
-            DType::Bf16 => Flat::Bf16(vec![bf16::from_f32(x); n]),
-        }
-    }
-    pub fn of(x: &[f32], dtype: DType) -> Flat {
-        match dtype {
-            DType::F32 => Flat::F32(x.to_vec()),
-            DType::Bf16 => Flat::Bf16(x.iter().map(|&x| bf16::from_f32(x)).collect()),
-        }
-    }
-    pub fn set(&mut self, i: usize, x: f32) {
-        match self {
-            Flat::F32(v) => v[i] = x,
-            Flat::Bf16(v) => v[i] = bf16::from_f32(x),
-        }
-    }
-    pub fn buf(&self) -> Buf<'_> {
-        match self {
-            Flat::F32(v) => Buf::F32(v),
-            Flat::Bf16(v) => Buf::Bf16(v),
-        }
-    }
-    pub fn buf_mut(&mut self) -> BufMut<'_> {
-        match self {
-            Flat::F32(v) => BufMut::F32(v),
-            Flat::Bf16(v) => BufMut::Bf16(v),
-        }
-    }
-    pub fn to_f32(&self) -> Vec<f32> {
-        match self {
-            Flat::F32(v) => v.clone(),
-            Flat::Bf16(v) => v.iter().map(|x| x.to_f32()).collect(),
+            k: stored(0, h.head_dim_qk),
+            v: stored(1, h.head_dim_v),
         }
     }
 }
@@ -215,6 +184,7 @@ pub struct Layout {
     pub v_strides: Strides,
     pub table: Vec<u32>,
     pub table_stride: usize,
+    pub scales: ScaleLayout,
 }
 
 pub const POISONS: [f32; 3] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
@@ -229,23 +199,27 @@ pub fn lay_out(c: &Case, data: &Data, poison: f32) -> Layout {
 
 fn contiguous(c: &Case, data: &Data, poison: f32) -> Layout {
     let h = c.heads;
-    let place = |x: &[f32], width: usize| {
-        let strides = Strides { token: h.num_kv_heads * (width + 3) + 5, head: width + 3, page: 0 };
+    let place = |x: &[f32], side: usize, width: usize| {
+        // Rows of int4 start at bytes.
+        let pad = if c.kv_dtype == DType::I4 { 4 } else { 3 };
+        let strides = Strides { token: h.num_kv_heads * (width + pad) + pad + 2, head: width + pad, page: 0 };
         let mut flat = Flat::filled(c.total_k() * strides.token + 7, poison, c.kv_dtype);
-        for t in 0..c.total_k() {
+        let keys = c.seqs.iter().enumerate().flat_map(|(i, s)| (0..s.seqlen_k).map(move |key| (i, key)));
+        for (t, (seq, key)) in keys.enumerate() {
             for head in 0..h.num_kv_heads {
+                let scale = scale_of(c, side, seq, key, head);
                 for i in 0..width {
-                    flat.set(
-                        t * strides.token + head * strides.head + i,
-                        x[(t * h.num_kv_heads + head) * width + i],
-                    );
+                    let at = t * strides.token + head * strides.head + i;
+                    flat.set(at, x[(t * h.num_kv_heads + head) * width + i] / scale);
                 }
             }
         }
         (flat, strides)
     };
-    let ((k, k_strides), (v, v_strides)) = (place(&data.k, h.head_dim_qk), place(&data.v, h.head_dim_v));
-    Layout { k, v, k_strides, v_strides, table: Vec::new(), table_stride: 0 }
+    let (k, k_strides) = place(&data.k, 0, h.head_dim_qk);
+    let (v, v_strides) = place(&data.v, 1, h.head_dim_v);
+    let scales = ScaleLayout::contiguous(c, poison);
+    Layout { k, v, k_strides, v_strides, table: Vec::new(), table_stride: 0, scales }
 }
 
 fn paged(c: &Case, data: &Data, poison: f32, page_size: usize) -> Layout {
@@ -263,6 +237,7 @@ fn paged(c: &Case, data: &Data, poison: f32, page_size: usize) -> Layout {
     let (ks, vs) = (strides(h.head_dim_qk), strides(h.head_dim_v));
     let mut k = Flat::filled(num_pages * ks.page, poison, c.kv_dtype);
     let mut v = Flat::filled(num_pages * vs.page, poison, c.kv_dtype);
+    let mut scales = ScaleLayout::paged(c, poison, num_pages, page_size);
     let (mut next, mut first) = (0usize, 0);
     for (i, s) in c.seqs.iter().enumerate() {
         let hull = c.mask.visible_hull(*s, 0..s.seqlen_q);
@@ -278,14 +253,16 @@ fn paged(c: &Case, data: &Data, poison: f32, page_size: usize) -> Layout {
                 for head in 0..h.num_kv_heads {
                     let row = (first + key) * h.num_kv_heads + head;
                     let slot = key % page_size;
+                    let (k_scale, v_scale) = (scale_of(c, 0, i, key, head), scale_of(c, 1, i, key, head));
+                    scales.set(c, id, slot, head, (k_scale, v_scale));
                     for j in 0..h.head_dim_qk {
                         let at = id * ks.page + head * ks.head + slot * ks.token + j;
-                        k.set(at, data.k[row * h.head_dim_qk + j]);
+                        k.set(at, data.k[row * h.head_dim_qk + j] / k_scale);
                     }
                     for j in 0..h.head_dim_v {
                         v.set(
                             id * vs.page + head * vs.head + slot * vs.token + j,
-                            data.v[row * h.head_dim_v + j],
+                            data.v[row * h.head_dim_v + j] / v_scale,
                         );
                     }
                 }
@@ -293,7 +270,7 @@ fn paged(c: &Case, data: &Data, poison: f32, page_size: usize) -> Layout {
         }
         first += s.seqlen_k;
     }
-    Layout { k, v, k_strides: ks, v_strides: vs, table, table_stride }
+    Layout { k, v, k_strides: ks, v_strides: vs, table, table_stride, scales }
 }
 
 /// Result: out `[total_q, heads, dv]`, lse `[heads, total_q]`, the largest score a head, books a sequence.
@@ -327,6 +304,7 @@ pub fn run_case(c: &Case, data: &Data, machine: &Machine, poison: f32) -> Outcom
     let mut max_scores = vec![f32::NAN; h.num_q_heads];
     let args = Args {
         extras,
+        kv_scales: layout.scales.args(),
         q: q.buf(),
         q_strides: (h.num_q_heads * h.head_dim_qk, h.head_dim_qk),
         k: layout.k.buf(),
@@ -364,7 +342,9 @@ pub fn machine(threads: usize) -> Machine {
 }
 
 pub fn machines() -> Vec<Machine> {
-    Isa::ALL.into_iter().filter_map(|i| Machine::forced(i, 1).ok()).collect()
+    let all = Isa::ALL.into_iter().filter_map(|i| Machine::forced(i, 1).ok());
+    all.flat_map(|m| [m, m.without_integer_dots()].into_iter().take(1 + usize::from(m.integer_dots())))
+        .collect()
 }
 
 /// Plain attention of one row in f32: scores, max, exp, sum, weighted sum, one after another.

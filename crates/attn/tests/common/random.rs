@@ -4,12 +4,29 @@ use std::num::NonZeroUsize;
 
 use proptest::prelude::*;
 use suanpan_attn::{BlockShape, Scores};
-use suanpan_base::{DType, HeadShape, Mask, SeqLen};
+use suanpan_base::{DType, HeadShape, Mask, ScaleGrain, SeqLen};
 
 use super::Case;
 
-fn dtype() -> impl Strategy<Value = DType> {
-    prop_oneof![Just(DType::F32), Just(DType::Bf16)]
+fn q_dtype() -> impl Strategy<Value = DType> {
+    prop_oneof![Just(DType::F32), Just(DType::Bf16), Just(DType::F16)]
+}
+
+fn kv() -> impl Strategy<Value = (DType, ScaleGrain)> {
+    (0..DType::ALL.len(), 0..ScaleGrain::ALL.len()).prop_map(|(d, s)| (DType::ALL[d], ScaleGrain::ALL[s]))
+}
+
+/// The nearest problem that may be asked for.
+fn allowed(c: Case) -> Case {
+    let mut c = c;
+    if !c.kv_dtype.is_code() || c.kv_scales == ScaleGrain::Page && c.page_size.is_none() {
+        c.kv_scales = ScaleGrain::None;
+    }
+    if c.kv_dtype == DType::I4 {
+        c.heads.head_dim_qk = c.heads.head_dim_qk.next_multiple_of(2);
+        c.heads.head_dim_v = c.heads.head_dim_v.next_multiple_of(2);
+    }
+    c
 }
 
 fn side() -> impl Strategy<Value = Option<usize>> {
@@ -56,27 +73,35 @@ pub fn case(most: (usize, usize)) -> impl Strategy<Value = Case> {
     let seqs = prop::collection::vec((0..most.0, 0..most.1, prefix), 0..4);
     let pages = prop_oneof![Just(None), (1usize..70).prop_map(Some)];
     let visibility = (mask(), bits(), scores(), any::<[bool; 4]>());
-    (heads, visibility, (dtype(), dtype()), pages, seqs, 1u64..1000).prop_map(
+    (heads, visibility, (q_dtype(), kv()), pages, seqs, 1u64..1000).prop_map(
         |(
             (kv, group, dqk, dv),
             (mask, bits, scores, broadcast),
-            (q_dtype, kv_dtype),
+            (q_dtype, (kv_dtype, kv_scales)),
             page_size,
             seqs,
             seed,
-        )| Case {
-            heads: HeadShape { num_q_heads: kv * group, num_kv_heads: kv, head_dim_qk: dqk, head_dim_v: dv },
-            mask,
-            tree: bits.0,
-            block_mask: bits.1,
-            scores,
-            broadcast,
-            scale: None,
-            q_dtype,
-            kv_dtype,
-            page_size,
-            seqs: seqs.into_iter().map(|lens| lengths(bits.0, lens)).collect(),
-            seed,
+        )| {
+            allowed(Case {
+                heads: HeadShape {
+                    num_q_heads: kv * group,
+                    num_kv_heads: kv,
+                    head_dim_qk: dqk,
+                    head_dim_v: dv,
+                },
+                mask,
+                tree: bits.0,
+                block_mask: bits.1,
+                scores,
+                broadcast,
+                scale: None,
+                q_dtype,
+                kv_dtype,
+                kv_scales,
+                page_size,
+                seqs: seqs.into_iter().map(|lens| lengths(bits.0, lens)).collect(),
+                seed,
+            })
         },
     )
 }

@@ -159,6 +159,10 @@ impl KernelRequest {
                 return Err(BadArgument::new(OP, field, n, "at least 1"));
             }
         }
+        if self.dtype.is_code() {
+            // One type stands for q, k, v and o here, and q and o are never codes.
+            return Err(BadArgument::new(OP, "dtype", self.dtype, "f32, bf16, f16"));
+        }
         let tiles = self.len.seqlen_q.div_ceil(self.tile_q);
         if tiles > MAX_TILES {
             let asked = format!("{} ({tiles} tiles)", self.tile_q);

@@ -1,6 +1,6 @@
 //! One transformer layer over the rows of a step.
 
-use suanpan_attn::{self as attn, Args, Extras, Plan, Strides, Workspace};
+use suanpan_attn::{self as attn, Args, Extras, KvScales, Plan, Strides, Workspace};
 use suanpan_base::{Buf, BufMut};
 use suanpan_cache::KvStorage;
 use suanpan_ledger::AttnBooks;
@@ -74,6 +74,7 @@ impl Ctx<'_> {
         let o_cols = heads.num_q_heads * heads.head_dim_v;
         let strides = |(token, head, page): (usize, usize, usize)| Strides { token, head, page };
         let args = Args {
+            kv_scales: KvScales::default(),
             extras: Extras::default(),
             q: Buf::F32(q),
             q_strides: (q_cols, heads.head_dim_qk),

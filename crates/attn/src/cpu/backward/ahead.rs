@@ -30,7 +30,7 @@ impl Ahead {
     pub fn new(c: &Call<'_>, visit: &Visit, next: Option<&Visit>) -> Ahead {
         let (dqk, dv) = (c.heads.head_dim_qk, c.heads.head_dim_v);
         let of = |source: &Source, rows: TileRows, width: usize| {
-            let (start, element) = source.src.start();
+            let (start, element) = (source.src.start(), c.plan.problem.q_dtype.bytes_of(1));
             let (token, head) = (source.at(1, 0), source.at(0, 1));
             Stream { rows, start, element, token, head, row_bytes: width * element }
         };
@@ -67,7 +67,7 @@ fn sums_of(c: &Call<'_>, dq: &Sink, rows: TileRows, width: usize) -> Stream {
             let (token, head) = (dq.at(1, 0), dq.at(0, 1));
             Stream { rows, start: p.cast_const().cast(), element, token, head, row_bytes }
         }
-        Dst::Bf16(_) => {
+        Dst::Bf16(_) | Dst::F16(_) => {
             let start = c.sums.wrapping_add(rows.first * c.sums_width).cast_const().cast();
             Stream { rows: rows.counted(), start, element, token: c.sums_width, head: 0, row_bytes }
         }

@@ -3,8 +3,9 @@
 use half::bf16;
 
 use super::task::{Call, Place, Scratch, Sink, Visit};
+use crate::cpu::element::Elem;
 use crate::cpu::task::{Dst, Src};
-use crate::cpu::vector::{Elem, MAX_LANES, Vector};
+use crate::cpu::vector::{MAX_LANES, Vector};
 
 /// Rows asked for before they are copied: a few hundred cycles' worth.
 const ROWS_AHEAD: usize = 12;
@@ -37,6 +38,7 @@ pub(crate) unsafe fn copy_rows<V: Vector>(
         match src {
             Src::F32(p) => copy::<V, f32>(p, offsets, d, dst, stride),
             Src::Bf16(p) => copy::<V, bf16>(p, offsets, d, dst, stride),
+            _ => unreachable!("the plan refuses other types"),
         }
     }
 }
@@ -168,6 +170,7 @@ unsafe fn write_row<V: Vector>(dst: Dst, at: usize, src: *const f32, d: usize) {
                     *p.add(at + i) = round(*src.add(i));
                 }
             }
+            Dst::F16(_) => unreachable!("the plan refuses f16"),
         }
     }
 }
@@ -187,7 +190,7 @@ pub(crate) unsafe fn add_rows<V: Vector>(c: &Call<'_>, w: &Scratch<'_>, visit: &
             let part = w.dq.add(row * w.qk_stride);
             let sum = match c.dq.dst {
                 Dst::F32(p) => p.add(at),
-                Dst::Bf16(_) => c.sums.add((visit.rows.first + row) * c.sums_width),
+                Dst::Bf16(_) | Dst::F16(_) => c.sums.add((visit.rows.first + row) * c.sums_width),
             };
             if visit.rank > 0 {
                 add_row::<V>(part, sum, d);

@@ -60,6 +60,7 @@ impl Sink {
         let dst = match buf {
             BufMut::F32(x) => Dst::F32(x.as_mut_ptr()),
             BufMut::Bf16(x) => Dst::Bf16(x.as_mut_ptr()),
+            BufMut::F16(x) => Dst::F16(x.as_mut_ptr()),
         };
         Sink { dst, token, head }
     }
@@ -70,11 +71,12 @@ impl Sink {
     /// A checked row that nobody else touches.
     pub unsafe fn zero_row(&self, token: usize, head: usize, width: usize) {
         let at = self.at(token, head);
-        // SAFETY: forwarded; zero bytes are 0.0 in both types.
+        // SAFETY: forwarded; zero bytes are 0.0 in all types.
         unsafe {
             match self.dst {
                 Dst::F32(p) => std::ptr::write_bytes(p.add(at), 0, width),
                 Dst::Bf16(p) => std::ptr::write_bytes::<bf16>(p.add(at), 0, width),
+                Dst::F16(p) => std::ptr::write_bytes(p.add(at), 0, width),
             }
         }
     }

@@ -1,0 +1,421 @@
+//! int8 and int4 rows in the direct kernel by integer dot products (VNNI): four products of bytes a lane instead of one of f32.
+//!
+//! ```text
+//! q row     -> step · (d0 + 256 d1 + ..), signed bytes         K: 16 rows as dwords, transposed -> lanes are keys
+//! weights   -> step · (d0 + 256 d1 + 65536 d2) a block         V: 4 rows, bytes side by side    -> lanes are columns
+//! ```
+//! Stored codes enter as unsigned bytes, 128 (8 for int4) too large; accumulators start at what that adds, so sums are exact integers.
+
+use std::arch::x86_64::*;
+
+use suanpan_base::DType;
+
+use super::{Zmm, low};
+use crate::cpu::ahead::Ahead;
+use crate::cpu::direct::{self, Head, Kv, Rows};
+use crate::cpu::element::{Elem, Int4Pair};
+use crate::cpu::softmax::Columns;
+use crate::cpu::task::{Counts, Scratch, Src, Task};
+use crate::cpu::vector::{MAX_LANES, Vector};
+use crate::plan::{KEY_BLOCK, Kernel};
+
+/// Bytes of a vector.
+const BYTES: usize = 64;
+/// Groups of four keys of a block.
+const GROUPS: usize = KEY_BLOCK / 4;
+/// Digits of a weight. Three: a weight is off by at most 2^-23 of the block's largest one.
+const WEIGHT_DIGITS: usize = 3;
+/// The largest weight of a block in units of the last digit: a power of two, so that it comes back exactly.
+const WEIGHT_TOP: f32 = (1 << 22) as f32;
+/// Most digits of a query element.
+const MAX_DIGITS: usize = 4;
+/// Words that are kept of a query row: what each digit's sums start at, and the step.
+const ROW_WORDS: usize = MAX_DIGITS + 1;
+
+/// An integer type: how many codes a byte holds and what is added to make them unsigned.
+trait Code: Elem {
+    const PER_BYTE: usize;
+    const OFFSET: i32;
+    /// The same on every byte of a lane, as an exclusive or.
+    const FLIP: i32;
+}
+
+impl Code for i8 {
+    const PER_BYTE: usize = 1;
+    const OFFSET: i32 = 128;
+    const FLIP: i32 = 0x8080_8080u32 as i32;
+}
+
+impl Code for Int4Pair {
+    const PER_BYTE: usize = 2;
+    const OFFSET: i32 = 8;
+    const FLIP: i32 = 0x8888_8888u32 as i32;
+}
+
+/// True for tasks that `run` takes: integers, few rows, value rows of whole vectors.
+pub(crate) fn fits(t: &Task<'_>) -> bool {
+    let (plan, dtype) = (t.call.plan, t.call.plan.problem.kv_dtype);
+    let len = plan.seqs[t.unit.seq as usize].len;
+    matches!(dtype, DType::I8 | DType::I4)
+        && plan.kernel_for(len) == Kernel::Direct
+        && dtype.bytes_of(t.call.heads.head_dim_v).is_multiple_of(BYTES)
+}
+
+/// A task that fits.
+///
+/// # Safety
+/// As `Call::run_task`, on a processor with these features.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")]
+pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
+    // SAFETY: forwarded.
+    unsafe {
+        match (t.call.k, t.call.v) {
+            (Src::I8(k), Src::I8(v)) => direct::run::<Zmm, i8, 4>(t, Kv::InPlace(k, v)),
+            (Src::I4(k), Src::I4(v)) => direct::run::<Zmm, Int4Pair, 4>(t, Kv::InPlace(k, v)),
+            _ => unreachable!("fits was asked"),
+        }
+    }
+}
+
+/// Three digits hold every bf16 down to 2^-14 of the row's largest exactly, four every f32 to 2^-30 of it.
+fn query_digits(t: &Task<'_>) -> usize {
+    if t.call.plan.problem.q_dtype == DType::Bf16 { 3 } else { MAX_DIGITS }
+}
+
+macro_rules! rows_of_codes {
+    ($code:ty) => {
+        // SAFETY: VNNI is enabled in the only instance that multiplies codes, `run`.
+        unsafe impl Rows<Zmm> for $code {
+            #[inline(always)]
+            unsafe fn start_row(t: &Task<'_>, w: &Scratch<'_>, row: usize, at: usize) {
+                // SAFETY: forwarded.
+                unsafe { query_row::<$code>(t, w, row, at) }
+            }
+            /// Value bytes stand as `values` leaves them: byte 16 L + 4 z + i of 64 in lane 4 L + i of vector z, low halves first.
+            #[inline(always)]
+            fn place(i: usize) -> usize {
+                let chunk = BYTES * <$code>::PER_BYTE;
+                let (byte, half) = (i % chunk / <$code>::PER_BYTE, i % <$code>::PER_BYTE);
+                let (lane, vector) = (byte / 16 * 4 + byte % 4, byte % 16 / 4 * <$code>::PER_BYTE + half);
+                i / chunk * chunk + vector * Zmm::LANES + lane
+            }
+            #[inline(always)]
+            unsafe fn dots<const R: usize>(
+                t: &Task<'_>,
+                w: &Scratch<'_>,
+                h: Head<$code>,
+                ahead: &mut Ahead,
+                cols: Columns,
+            ) {
+                // SAFETY: forwarded.
+                unsafe {
+                    if query_digits(t) == 3 {
+                        dot_block::<$code, R, 3>(t, w, h, ahead, cols);
+                    } else {
+                        dot_block::<$code, R, MAX_DIGITS>(t, w, h, ahead, cols);
+                    }
+                }
+            }
+            #[inline(always)]
+            unsafe fn values<const R: usize, const N: usize>(
+                t: &Task<'_>,
+                w: &Scratch<'_>,
+                h: Head<$code>,
+                ahead: &mut Ahead,
+                keys: (usize, usize),
+            ) {
+                // SAFETY: forwarded.
+                unsafe { add_values::<$code, R>(t, w, h, ahead, keys) }
+            }
+        }
+    };
+}
+
+rows_of_codes!(i8);
+rows_of_codes!(Int4Pair);
+
+/// Lays a query row out as digits: plane after plane in the row's place, bytes in the order in which keys meet them.
+unsafe fn query_row<C: Code>(t: &Task<'_>, w: &Scratch<'_>, row: usize, at: usize) {
+    let (d, digits) = (t.call.heads.head_dim_qk, query_digits(t));
+    // SAFETY: a row of the slot holds MAX_DIGITS bytes an element, zeros a row of floats, k the words of every row.
+    unsafe {
+        t.load_query(row, w.zeros, 1);
+        let q = std::slice::from_raw_parts(w.zeros, d);
+        // As integers, sizes of floats are in order, and NaN stands last.
+        let top = f32::from_bits(q.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0));
+        let exponent = ((top.to_bits() >> 23) as i32).max(1) - 127;
+        let step = if top == 0.0 { 0.0 } else { 2f64.powi(exponent + 3 - 8 * digits as i32) };
+        let inverse = if step == 0.0 { 0.0 } else { 1.0 / step };
+        let planes: *mut i8 = w.q.add(at * w.q_stride).cast();
+        std::ptr::write_bytes(planes, 0, MAX_DIGITS * w.q_stride);
+        let mut sums = [0i32; MAX_DIGITS];
+        for (i, &x) in q.iter().enumerate() {
+            let mut rest = (f64::from(x) * inverse).round_ties_even() as i32;
+            let place = if C::PER_BYTE == 1 { i } else { i / 8 * 8 + i % 2 * 4 + i % 8 / 2 };
+            for (digit, sum) in sums[..digits].iter_mut().enumerate() {
+                let low = rest as i8;
+                rest = (rest - i32::from(low)) >> 8;
+                *planes.add(digit * w.q_stride + place) = low;
+                *sum += i32::from(low);
+            }
+        }
+        let words: *mut i32 = w.k.add(at * ROW_WORDS).cast();
+        for (i, sum) in sums.into_iter().enumerate() {
+            *words.add(i) = -C::OFFSET * sum;
+        }
+        let step = if top.is_finite() { step as f32 } else { f32::NAN };
+        *words.add(MAX_DIGITS) = step.to_bits() as i32;
+    }
+}
+
+/// A code's bytes as unsigned ones.
+#[inline(always)]
+unsafe fn unsigned<C: Code>(p: *const C, bytes: usize) -> __m512i {
+    // SAFETY: masked bytes are not touched.
+    unsafe {
+        let x = if bytes >= BYTES {
+            _mm512_loadu_si512(p.cast())
+        } else {
+            _mm512_maskz_loadu_epi8((1u64 << bytes) - 1, p.cast())
+        };
+        _mm512_xor_si512(x, _mm512_set1_epi32(C::FLIP))
+    }
+}
+
+/// The low and the high halves of bytes.
+#[inline(always)]
+unsafe fn halves(x: __m512i) -> (__m512i, __m512i) {
+    // SAFETY: as Vector.
+    unsafe {
+        let mask = _mm512_set1_epi32(0x0f0f_0f0f);
+        (_mm512_and_si512(x, mask), _mm512_and_si512(_mm512_srli_epi32::<4>(x), mask))
+    }
+}
+
+/// s = scale·q·k for R rows and the block's keys, sixteen keys at a time.
+#[inline(always)]
+unsafe fn dot_block<C: Code, const R: usize, const D: usize>(
+    t: &Task<'_>,
+    w: &Scratch<'_>,
+    h: Head<C>,
+    ahead: &mut Ahead,
+    cols: Columns,
+) {
+    let row_bytes = t.call.heads.head_dim_qk.div_ceil(C::PER_BYTE);
+    // SAFETY: checked offsets, also beside the task's keys; within the slot's parts.
+    unsafe {
+        let q: *const u8 = w.q.add(h.row * w.q_stride).cast();
+        let words: *const i32 = w.k.add(h.row * ROW_WORDS).cast();
+        let mut col = cols.from;
+        while col < cols.to {
+            let mut acc = [[_mm512_setzero_si512(); D]; R];
+            for r in 0..R {
+                for i in 0..D {
+                    acc[r][i] = _mm512_set1_epi32(*words.add(r * ROW_WORDS + i));
+                }
+            }
+            let mut byte = 0;
+            while byte < row_bytes {
+                let n = (row_bytes - byte).min(BYTES);
+                let mut block = [Zmm(_mm512_setzero_ps()); MAX_LANES];
+                for i in 0..MAX_LANES {
+                    let p = C::at(h.k, *w.k_off.get_unchecked(col + i) + byte * C::PER_BYTE);
+                    block[i] = Zmm(_mm512_castsi512_ps(unsigned::<C>(p, n)));
+                }
+                Zmm::transpose(&mut block);
+                for (lane, x) in block.iter().enumerate().take(n.div_ceil(4)) {
+                    ahead.ask::<Zmm>(w, 1);
+                    let q = q.add((byte + lane * 4) * C::PER_BYTE);
+                    multiply::<C, R, D>(&mut acc, _mm512_castps_si512(x.0), q, w.q_stride);
+                }
+                byte += BYTES;
+            }
+            let scales = Zmm::load(w.k_scales.add(col));
+            for r in 0..R {
+                let step = f32::from_bits(*words.add(r * ROW_WORDS + MAX_DIGITS) as u32);
+                let s = join(acc[r]).mul(Zmm::splat(step)).mul(scales);
+                s.store(w.s.add(r * KEY_BLOCK + col));
+            }
+            col += Zmm::LANES;
+        }
+    }
+}
+
+/// Four bytes of sixteen keys times all digits of R rows.
+#[inline(always)]
+unsafe fn multiply<C: Code, const R: usize, const D: usize>(
+    acc: &mut [[__m512i; D]; R],
+    x: __m512i,
+    q: *const u8,
+    plane: usize,
+) {
+    // SAFETY: rows of q are MAX_DIGITS planes.
+    unsafe {
+        let (low, high) = if C::PER_BYTE == 1 { (x, x) } else { halves(x) };
+        for r in 0..R {
+            for i in 0..D {
+                let q: *const i32 = q.add((r * MAX_DIGITS + i) * plane).cast();
+                if C::PER_BYTE == 1 {
+                    acc[r][i] = _mm512_dpbusd_epi32(acc[r][i], low, _mm512_set1_epi32(q.read_unaligned()));
+                } else {
+                    acc[r][i] = _mm512_dpbusd_epi32(acc[r][i], low, _mm512_set1_epi32(q.read_unaligned()));
+                    let q = q.add(1).read_unaligned();
+                    acc[r][i] = _mm512_dpbusd_epi32(acc[r][i], high, _mm512_set1_epi32(q));
+                }
+            }
+        }
+    }
+}
+
+/// The number whose digits' sums these are.
+#[inline(always)]
+unsafe fn join<const D: usize>(digits: [__m512i; D]) -> Zmm {
+    // SAFETY: as Vector.
+    unsafe {
+        let mut x = Zmm(_mm512_cvtepi32_ps(digits[D - 1]));
+        for i in (0..D - 1).rev() {
+            x = x.fma(Zmm::splat(256.0), Zmm(_mm512_cvtepi32_ps(digits[i])));
+        }
+        x
+    }
+}
+
+/// The weights of a block as digits.
+struct Weights<const R: usize> {
+    /// Digit planes of KEY_BLOCK bytes.
+    planes: [[[i8; KEY_BLOCK]; WEIGHT_DIGITS]; R],
+    /// What each digit's sums start at.
+    start: [[i32; WEIGHT_DIGITS]; R],
+    step: [f32; R],
+}
+
+/// o = alpha·o + p·v for R rows and keys `lo .. hi` of the block.
+#[inline(always)]
+unsafe fn add_values<C: Code, const R: usize>(
+    t: &Task<'_>,
+    w: &Scratch<'_>,
+    h: Head<C>,
+    ahead: &mut Ahead,
+    (lo, hi): (usize, usize),
+) {
+    let chunks = t.call.heads.head_dim_v / (BYTES * C::PER_BYTE);
+    // SAFETY: checked offsets; v holds a block of rows; o rows are chunks of whole vectors.
+    unsafe {
+        let weights = weight_digits::<C, R>(w, (lo, hi));
+        let groups = (lo / 4, hi.div_ceil(4));
+        for chunk in 0..chunks {
+            interleave::<C>(w, h, chunk, (lo, hi));
+            // Two vectors of columns at a time: both halves of one vector of bytes, or two of bytes.
+            for pair in 0..2 * C::PER_BYTE {
+                let mut acc = [[[_mm512_setzero_si512(); WEIGHT_DIGITS]; 2]; R];
+                for r in 0..R {
+                    for i in 0..WEIGHT_DIGITS {
+                        let start = _mm512_set1_epi32(weights.start[r][i]);
+                        (acc[r][0][i], acc[r][1][i]) = (start, start);
+                    }
+                }
+                let v: *const __m512i = w.v.cast();
+                for g in groups.0..groups.1 {
+                    ahead.ask::<Zmm>(w, 2 / C::PER_BYTE);
+                    let (a, b) = if C::PER_BYTE == 1 {
+                        let v = v.add(2 * pair * GROUPS + g);
+                        (*v, *v.add(GROUPS))
+                    } else {
+                        halves(*v.add(pair * GROUPS + g))
+                    };
+                    for r in 0..R {
+                        for i in 0..WEIGHT_DIGITS {
+                            let p: *const i32 = weights.planes[r][i].as_ptr().add(4 * g).cast();
+                            let p = _mm512_set1_epi32(p.read_unaligned());
+                            acc[r][0][i] = _mm512_dpbusd_epi32(acc[r][0][i], a, p);
+                            acc[r][1][i] = _mm512_dpbusd_epi32(acc[r][1][i], b, p);
+                        }
+                    }
+                }
+                for r in 0..R {
+                    let alpha = Zmm::splat(*w.alpha.add(h.row + r));
+                    let step = Zmm::splat(weights.step[r]);
+                    let o = w
+                        .o
+                        .add((h.row + r) * w.o_stride + chunk * BYTES * C::PER_BYTE + pair * 2 * Zmm::LANES);
+                    for (half, digits) in acc[r].into_iter().enumerate() {
+                        let o = o.add(half * Zmm::LANES);
+                        join(digits).fma(step, Zmm::load(o).mul(alpha)).store(o);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The weights of R rows over columns `lo .. hi`, each row in steps of its largest weight; nothing outside.
+#[inline(always)]
+unsafe fn weight_digits<C: Code, const R: usize>(w: &Scratch<'_>, (lo, hi): (usize, usize)) -> Weights<R> {
+    let mut weights = Weights {
+        planes: [[[0; KEY_BLOCK]; WEIGHT_DIGITS]; R],
+        start: [[0; WEIGHT_DIGITS]; R],
+        step: [0.0; R],
+    };
+    let (from, to) = (lo / Zmm::LANES * Zmm::LANES, hi.next_multiple_of(Zmm::LANES));
+    // SAFETY: a row of weights has KEY_BLOCK columns.
+    unsafe {
+        for r in 0..R {
+            let s = w.s.add(r * KEY_BLOCK);
+            let mut sizes = _mm512_setzero_si512();
+            for col in (from..to).step_by(Zmm::LANES) {
+                let bits = _mm512_castps_si512(Zmm::load(s.add(col)).0);
+                let inside = low(hi - col) & !low(lo.saturating_sub(col));
+                let size = _mm512_maskz_and_epi32(inside, bits, _mm512_set1_epi32(0x7fff_ffff));
+                sizes = _mm512_max_epu32(sizes, size);
+            }
+            let top = f32::from_bits(_mm512_reduce_max_epu32(sizes));
+            weights.step[r] = if top.is_finite() { top / WEIGHT_TOP } else { f32::NAN };
+            // Two factors, so that neither overflows for the smallest weights.
+            let first = if top < 1e-18 { 1e24 } else { 1.0 };
+            let second = if top > 0.0 { WEIGHT_TOP / (top * first) } else { 0.0 };
+            let mut sums = [_mm512_setzero_si512(); WEIGHT_DIGITS];
+            for col in (from..to).step_by(Zmm::LANES) {
+                let x = Zmm::load(s.add(col)).mul(Zmm::splat(first)).mul(Zmm::splat(second));
+                let inside = low(hi - col) & !low(lo.saturating_sub(col));
+                let mut rest = _mm512_maskz_cvtps_epi32(inside, x.0);
+                for i in 0..WEIGHT_DIGITS {
+                    let plane = weights.planes[r][i].as_mut_ptr().add(col);
+                    _mm_storeu_si128(plane.cast(), _mm512_cvtepi32_epi8(rest));
+                    sums[i] = _mm512_add_epi32(sums[i], rest);
+                    rest = _mm512_srai_epi32::<8>(_mm512_add_epi32(rest, _mm512_set1_epi32(128)));
+                }
+            }
+            // A rest is its lowest digit and 256 times the next rest.
+            let mut above = 0;
+            for i in (0..WEIGHT_DIGITS).rev() {
+                let sum = _mm512_reduce_add_epi32(sums[i]);
+                weights.start[r][i] = -C::OFFSET * (sum - 256 * above);
+                above = sum;
+            }
+        }
+    }
+    weights
+}
+
+/// Bytes `chunk` of the value rows, four rows side by side: vector z of four, then group of rows.
+#[inline(always)]
+unsafe fn interleave<C: Code>(w: &Scratch<'_>, h: Head<C>, chunk: usize, (lo, hi): (usize, usize)) {
+    let to: *mut __m512i = w.v.cast();
+    // SAFETY: keys lo .. hi have checked offsets; the others of a group stand for the nearest one.
+    unsafe {
+        for g in lo / 4..hi.div_ceil(4) {
+            let mut x = [_mm512_setzero_si512(); 4];
+            for i in 0..4 {
+                let key = (4 * g + i).clamp(lo, hi - 1);
+                let at = *w.v_off.get_unchecked(key) + chunk * BYTES * C::PER_BYTE;
+                x[i] = unsigned::<C>(C::at(h.v, at), BYTES);
+            }
+            let (ab, cd) = (_mm512_unpacklo_epi8(x[0], x[1]), _mm512_unpacklo_epi8(x[2], x[3]));
+            *to.add(g) = _mm512_unpacklo_epi16(ab, cd);
+            *to.add(GROUPS + g) = _mm512_unpackhi_epi16(ab, cd);
+            let (ab, cd) = (_mm512_unpackhi_epi8(x[0], x[1]), _mm512_unpackhi_epi8(x[2], x[3]));
+            *to.add(2 * GROUPS + g) = _mm512_unpacklo_epi16(ab, cd);
+            *to.add(3 * GROUPS + g) = _mm512_unpackhi_epi16(ab, cd);
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! The scales of a block: laid out by key, so that a vector of scores or weights meets its scales in one product.
+
+use std::ops::Range;
+
+use suanpan_base::ScaleGrain;
+use suanpan_ledger::kernel::scale_runs;
+
+use super::softmax::Columns;
+use super::task::{Scratch, Task};
+use super::vector::Vector;
+use crate::plan::{KEY_BLOCK, Plan};
+use crate::run::Strides;
+use crate::scales::KvScales;
+
+/// A call's scales: raw starts and the strides of the grain.
+#[derive(Clone, Copy)]
+pub(crate) struct Scales {
+    grain: ScaleGrain,
+    k: *const f32,
+    k_strides: Strides,
+    v: *const f32,
+    v_strides: Strides,
+}
+
+impl Scales {
+    pub fn new(plan: &Plan, given: &KvScales<'_>) -> Scales {
+        let grain = plan.problem.kv_scales;
+        Scales {
+            grain,
+            k: given.k.as_ptr(),
+            k_strides: crate::scales::strides_of(grain, given.k_strides),
+            v: given.v.as_ptr(),
+            v_strides: crate::scales::strides_of(grain, given.v_strides),
+        }
+    }
+
+    /// True when values have scales, too.
+    pub fn any(&self) -> bool {
+        self.grain != ScaleGrain::None
+    }
+}
+
+/// What a block's scales were.
+#[derive(Clone, Copy)]
+pub(crate) struct Filled {
+    /// Runs of keys that share a scale: as many scales of keys and as many of values were read.
+    pub runs: u64,
+    /// Every scale of a value is finite.
+    pub finite: bool,
+}
+
+/// Lays out the scales of the task's head for its keys in the block at `base`: keys' times the factor of q·k, values' as they are
+/// (nothing, where there are none).
+///
+/// # Safety
+/// As `Vector`.
+#[inline(always)]
+pub(crate) unsafe fn fill<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, base: usize) -> Filled {
+    let pieces = t.pieces(base);
+    let (scales, factor) = (&t.call.scales, t.call.scale_log2);
+    // SAFETY: the slot's parts hold a block; `check` bounded the scales of every visible key.
+    unsafe {
+        match scales.grain {
+            ScaleGrain::None => splat::<V>(w.k_scales, factor),
+            ScaleGrain::Tensor | ScaleGrain::Head => {
+                splat::<V>(w.k_scales, factor * *scales.k.add(t.kv_head * scales.k_strides.head));
+                splat::<V>(w.v_scales, *scales.v.add(t.kv_head * scales.v_strides.head));
+            }
+            ScaleGrain::Token | ScaleGrain::Page => {
+                if !pieces[0].is_empty() {
+                    // What stands between the pieces has weight 0, and no page of it is touched.
+                    splat::<V>(w.k_scales, 0.0);
+                    splat::<V>(w.v_scales, 0.0);
+                }
+                let mut taint = 0.0f32;
+                for piece in &pieces {
+                    let mut col = piece.start;
+                    while col < piece.end {
+                        let (n, k, v) = run(t, base + col..base + piece.end);
+                        copy::<V>(k, scales.k_strides.token, n, factor, w.k_scales.add(col));
+                        taint += copy::<V>(v, scales.v_strides.token, n, 1.0, w.v_scales.add(col));
+                        col += n;
+                    }
+                }
+                return Filled { runs: runs(t, base), finite: taint == 0.0 };
+            }
+        }
+    }
+    Filled { runs: runs(t, base), finite: true }
+}
+
+#[inline(always)]
+fn runs(t: &Task<'_>, base: usize) -> u64 {
+    let page_size = crate::scales::page_size_of(&t.call.plan.problem);
+    let runs = |piece: Range<usize>| {
+        scale_runs(t.call.scales.grain, page_size, base + piece.start..base + piece.end)
+    };
+    t.pieces(base).map(runs).iter().sum()
+}
+
+/// How many of the keys `keys` have evenly strided scales, and where the first of them has its scales.
+#[inline(always)]
+unsafe fn run(t: &Task<'_>, keys: Range<usize>) -> (usize, *const f32, *const f32) {
+    let (run, token, page) = t.place(keys);
+    let s = &t.call.scales;
+    let at = |s: Strides| page * s.page + token * s.token + t.kv_head * s.head;
+    // SAFETY: a checked key.
+    unsafe { (run, s.k.add(at(s.k_strides)), s.v.add(at(s.v_strides))) }
+}
+
+#[inline(always)]
+unsafe fn splat<V: Vector>(to: *mut f32, x: f32) {
+    for i in (0..KEY_BLOCK).step_by(V::LANES) {
+        // SAFETY: a block of floats.
+        unsafe { V::splat(x).store(to.add(i)) };
+    }
+}
+
+/// Copies `n` floats, `step` apart, times `factor`. Returns 0 where all of them are finite, else NaN.
+#[inline(always)]
+unsafe fn copy<V: Vector>(from: *const f32, step: usize, n: usize, factor: f32, to: *mut f32) -> f32 {
+    // SAFETY: forwarded.
+    unsafe {
+        let (mut i, mut taint) = (0, 0.0);
+        if step == 1 {
+            let zero = V::splat(0.0);
+            let mut lanes = zero;
+            while i + V::LANES <= n {
+                let x = V::load(from.add(i));
+                // x * 0 is 0 for finite x and NaN otherwise.
+                lanes = x.fma(zero, lanes);
+                x.mul(V::splat(factor)).store(to.add(i));
+                i += V::LANES;
+            }
+            taint = lanes.reduce_add();
+        }
+        while i < n {
+            let x = *from.add(i * step);
+            taint += x * 0.0;
+            *to.add(i) = x * factor;
+            i += 1;
+        }
+        taint
+    }
+}
+
+/// Weights `s` times the scales of their values. A column that the row does not see may become NaN; nobody may look at it then.
+///
+/// # Safety
+/// As `Vector`; `s` holds columns `cols.from .. cols.to`; `fill` was called for the block.
+#[inline(always)]
+pub(crate) unsafe fn scale_weights<V: Vector>(w: &Scratch<'_>, s: *mut f32, cols: Columns) {
+    let mut col = cols.from;
+    while col < cols.to {
+        // SAFETY: within the row and the block's scales.
+        unsafe { V::load(s.add(col)).mul(V::load(w.v_scales.add(col))).store(s.add(col)) };
+        col += V::LANES;
+    }
+}
