@@ -26,15 +26,19 @@ impl Beside {
         let most = |n: fn(&SeqLen) -> usize| c.seqs.iter().map(n).max().unwrap_or(0);
         let (q, k) = (most(|s| s.seqlen_q), most(|s| s.seqlen_k));
         let heads = c.heads.num_q_heads;
+        // Rows of keys are padded, heads stand outside rows; a dimension that is broadcast takes no room.
+        let room = |i: usize, n: usize| if c.broadcast[i] { 1 } else { n };
+        let row = room(3, k + 3);
+        let head = room(2, q) * row;
+        let seq = room(1, heads) * head;
         let unless = |i: usize, stride: usize| if c.broadcast[i] { 0 } else { stride };
-        // Rows of keys are padded, heads stand outside rows.
         let bias_strides = BiasStrides {
-            seq: unless(0, heads * q * (k + 3)),
-            head: unless(1, q * (k + 3)),
-            row: unless(2, k + 3),
+            seq: unless(0, seq),
+            head: unless(1, head),
+            row: unless(2, row),
             key: unless(3, 1),
         };
-        let bias_len = if c.scores.bias { c.seqs.len() * heads * q * (k + 3) } else { 0 };
+        let bias_len = if c.scores.bias { room(0, c.seqs.len()) * seq } else { 0 };
         let mut bias = normal(bias_len, c.seed * 7 + 5, suanpan_base::DType::F32);
         // Some biases take a key's weight away.
         bias.iter_mut().skip(3).step_by(11).for_each(|b| *b = f32::NEG_INFINITY);
