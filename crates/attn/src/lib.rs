@@ -9,6 +9,7 @@
 pub mod backward;
 mod check;
 pub mod cpu;
+mod cut;
 pub mod dropout;
 pub mod extras;
 pub mod plan;

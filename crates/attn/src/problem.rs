@@ -122,6 +122,9 @@ pub struct Problem {
     pub kv_scales: ScaleGrain,
     /// Contiguous or paged.
     pub kv: KvLayout,
+    /// A row's bits depend on its own keys alone: not on how its prompt is cut into chunks, on whether it is prefilled or decoded, or on
+    /// the batch. (Without it they follow the chunk's length, too, but never the rest of the batch.)
+    pub batch_invariant: bool,
 }
 
 /// Whether a factor of natural scores stays finite as a factor of powers of two, in which the kernels hold them.
@@ -143,6 +146,7 @@ impl Problem {
             kv_dtype: DType::F32,
             kv_scales: ScaleGrain::None,
             kv: KvLayout::Contiguous,
+            batch_invariant: false,
         }
     }
 

@@ -41,6 +41,9 @@ pub(crate) struct SlotLayout {
     pub k: usize,
     pub v: usize,
     pub zeros: usize,
+    /// Merged outputs and lse of the segments behind, in a batch-invariant plan.
+    pub merged: usize,
+    pub merged_lse: usize,
     /// Scales of a block's keys, then of its values.
     pub scales: usize,
     /// `Seen`: visible keys a row.
@@ -62,6 +65,7 @@ impl SlotLayout {
         let h = plan.problem.heads;
         let (dqk, dv) = (padded(h.head_dim_qk), padded(h.head_dim_v));
         let rows = plan.max_tile_rows().max(DIRECT_TASK_ROWS).next_multiple_of(TILE_ROWS);
+        let segments = plan.problem.batch_invariant;
         let words = size_of::<usize>() / size_of::<f32>();
         let mut end = 0;
         let mut part = |floats: usize| {
@@ -79,6 +83,8 @@ impl SlotLayout {
             k: part(KEY_BLOCK * dqk),
             v: part(KEY_BLOCK * dv),
             zeros: part(dqk),
+            merged: part(if segments { rows * dv } else { 0 }),
+            merged_lse: part(if segments { rows } else { 0 }),
             scales: part(2 * KEY_BLOCK),
             visible: part(rows * size_of::<Seen>() / size_of::<f32>()),
             bits: part(rows * size_of::<Bits>() / size_of::<f32>()),

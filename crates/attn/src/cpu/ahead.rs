@@ -18,7 +18,11 @@ pub(crate) const LINE_BYTES: usize = 64;
 #[inline(always)]
 pub(crate) fn columns(t: &Task<'_>, base: usize) -> (usize, usize) {
     let [head, run] = t.pieces(base);
-    if head.is_empty() { (run.start, run.end) } else { (0, if run.is_empty() { head.end } else { run.end }) }
+    if head.is_empty() {
+        (run.start, run.end)
+    } else {
+        (head.start, if run.is_empty() { head.end } else { run.end })
+    }
 }
 
 /// Offsets of the task's keys in the block at `base`. Columns beside them stand for another of its keys, so that keys are dotted

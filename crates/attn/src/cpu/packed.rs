@@ -9,6 +9,7 @@
 //! Blocks stand on absolute multiples of 128 keys and lanes on absolute columns, so that a row's sums do not depend on its tile.
 
 use suanpan_base::Seen;
+use suanpan_base::lse::{EMPTY_LSE, merge_into};
 
 use super::ahead::{Ahead, columns, fill_offsets};
 use super::element::Elem;
@@ -19,6 +20,7 @@ use super::seen::{Bits, Runs, bits_of, hide, hull};
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Src, Task};
 use super::vector::Vector;
+use crate::cut::SEGMENT_KEYS;
 use crate::plan::KEY_BLOCK;
 use crate::workspace::TILE_ROWS;
 
@@ -60,6 +62,9 @@ pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Op
             }
             std::mem::swap(&mut w.k_off, &mut w.k_next);
             std::mem::swap(&mut w.v_off, &mut w.v_next);
+            if t.unit.segmented && block.is_none_or(|next| next / SEGMENT_KEYS != base / SEGMENT_KEYS) {
+                close_segment::<V>(t, &w);
+            }
         }
         finish::<V>(t, &w);
         (counts, next_task)
@@ -85,6 +90,12 @@ unsafe fn start<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>) {
                 w.visible[row] = Seen { head: 0, run: end..end };
             }
             *w.max.add(row) = f32::NEG_INFINITY;
+            if t.unit.segmented {
+                *w.merged_lse.add(row) = EMPTY_LSE;
+            }
+        }
+        if t.unit.segmented {
+            std::ptr::write_bytes(w.merged, 0, rows * w.o_stride);
         }
         std::ptr::write_bytes(w.sum, 0, padded * V::LANES);
         std::ptr::write_bytes(w.o, 0, padded * w.o_stride);
@@ -394,14 +405,39 @@ unsafe fn output_row<V: Vector>(
     }
 }
 
-/// Hands every row to its place.
+/// Merges every row's segment into those behind it, as splits are merged, and clears its state for the next one.
 #[inline(always)]
-unsafe fn finish<V: Vector>(t: &Task<'_>, w: &Scratch<'_>) {
+unsafe fn close_segment<V: Vector>(t: &Task<'_>, w: &Scratch<'_>) {
+    let d = t.call.heads.head_dim_v;
     for row in 0..t.rows() {
         // SAFETY: within the slot's parts.
         unsafe {
-            let o = std::slice::from_raw_parts_mut(w.o.add(row * w.o_stride), t.call.heads.head_dim_v);
-            t.emit(row, o, *w.max.add(row), V::load(w.sum.add(row * V::LANES)).reduce_add());
+            let o = std::slice::from_raw_parts_mut(w.o.add(row * w.o_stride), d);
+            let merged = std::slice::from_raw_parts_mut(w.merged.add(row * w.o_stride), d);
+            let sum = w.sum.add(row * V::LANES);
+            let lse = t.settle(row, o, *w.max.add(row), V::load(sum).reduce_add());
+            merge_into(merged, &mut *w.merged_lse.add(row), o, lse);
+            o.fill(0.0);
+            *w.max.add(row) = f32::NEG_INFINITY;
+            V::splat(0.0).store(sum);
+        }
+    }
+}
+
+/// Hands every row to its place.
+#[inline(always)]
+unsafe fn finish<V: Vector>(t: &Task<'_>, w: &Scratch<'_>) {
+    let d = t.call.heads.head_dim_v;
+    for row in 0..t.rows() {
+        // SAFETY: within the slot's parts.
+        unsafe {
+            if t.unit.segmented {
+                let o = std::slice::from_raw_parts(w.merged.add(row * w.o_stride), d);
+                t.write(row, o, *w.merged_lse.add(row));
+            } else {
+                let o = std::slice::from_raw_parts_mut(w.o.add(row * w.o_stride), d);
+                t.emit(row, o, *w.max.add(row), V::load(w.sum.add(row * V::LANES)).reduce_add());
+            }
         }
     }
 }

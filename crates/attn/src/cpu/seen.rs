@@ -163,13 +163,14 @@ impl Task<'_> {
     pub fn pieces(&self, base: usize) -> [Range<usize>; 2] {
         let clip = |key: usize| key.clamp(base, base + KEY_BLOCK) - base;
         let u = self.unit;
-        [0..clip(u.head_end.max(base)), clip(u.key_start)..clip(u.key_end)]
+        [clip(u.head_start)..clip(u.head_end), clip(u.key_start)..clip(u.key_end)]
     }
 
     /// The first block at `base` (a multiple of a block) or after it in which the task has keys to look at.
     pub fn block_from(&self, mut base: usize) -> Option<usize> {
         let u = self.unit;
         loop {
+            base = base.max(u.head_start / KEY_BLOCK * KEY_BLOCK);
             if base >= u.head_end {
                 base = base.max(u.key_start / KEY_BLOCK * KEY_BLOCK);
                 if base >= u.key_end || u.key_start >= u.key_end {

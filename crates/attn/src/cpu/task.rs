@@ -165,6 +165,8 @@ pub(crate) struct Scratch<'s> {
     pub k: *mut f32,
     pub v: *mut f32,
     pub zeros: *mut f32,
+    pub merged: *mut f32,
+    pub merged_lse: *mut f32,
     /// Scales of a block's keys (with the factor of q·k) and values.
     pub k_scales: *mut f32,
     pub v_scales: *mut f32,
@@ -335,6 +337,8 @@ impl<'a> Task<'a> {
                 k: slot.add(l.k),
                 v: slot.add(l.v),
                 zeros: slot.add(l.zeros),
+                merged: slot.add(l.merged),
+                merged_lse: slot.add(l.merged_lse),
                 k_scales: slot.add(l.scales),
                 v_scales: slot.add(l.scales + KEY_BLOCK),
                 visible: std::slice::from_raw_parts_mut(slot.add(l.visible).cast(), rows),
@@ -439,25 +443,25 @@ impl<'a> Task<'a> {
         }
     }
 
+    /// Normalises a row's `o` in place, by `sum`, its weight, and returns its lse; `max` is in powers of two.
+    pub fn settle(&self, row: usize, o: &mut [f32], max: f32, sum: f32) -> f32 {
+        self.note_max(row, max);
+        if sum == 0.0 {
+            o.fill(0.0);
+            return lse::EMPTY_LSE;
+        }
+        let inverse = 1.0 / sum;
+        o.iter_mut().for_each(|x| *x *= inverse);
+        // The maximum goes back by the factor that was really used, so that its rounding to f32 cancels.
+        (f64::from(max) * self.call.log2_to_natural + f64::from(sum).ln()) as f32
+    }
+
     /// Takes a finished row: `o` unnormalised, `sum` its weight, `max` in powers of two. Normalises `o` in place.
     ///
     /// # Safety
     /// As `Call::run_task`; `row < self.rows()`.
     pub unsafe fn emit(&self, row: usize, o: &mut [f32], max: f32, sum: f32) {
-        self.note_max(row, max);
-        let empty = sum == 0.0;
-        let inverse = if empty { 0.0 } else { 1.0 / sum };
-        let lse = if empty {
-            lse::EMPTY_LSE
-        } else {
-            // The maximum goes back by the factor that was really used, so that its rounding to f32 cancels.
-            (f64::from(max) * self.call.log2_to_natural + f64::from(sum).ln()) as f32
-        };
-        if empty {
-            o.fill(0.0);
-        } else {
-            o.iter_mut().for_each(|x| *x *= inverse);
-        }
+        let lse = self.settle(row, o, max, sum);
         // SAFETY: forwarded.
         unsafe {
             if self.unit.splits > 1 {
@@ -490,7 +494,10 @@ impl<'a> Task<'a> {
     }
 
     /// Writes a final row to out and lse; the head's sink joins here, once.
-    unsafe fn write(&self, row: usize, o: &[f32], lse: f32) {
+    ///
+    /// # Safety
+    /// As [`Task::emit`].
+    pub unsafe fn write(&self, row: usize, o: &[f32], lse: f32) {
         let (token, head) = self.token_and_head(row);
         let at = token * self.call.out_strides.0 + head * self.call.out_strides.1;
         let (lse, weight) = self.call.extras.sinks.map_or((lse, 1.0), |sinks| {
@@ -498,7 +505,8 @@ impl<'a> Task<'a> {
             (lse, weight)
         });
         // A weight of 0 lets no byte of a row through that the sink outweighs.
-        let weighted = |x: f32| if weight == 0.0 { 0.0 } else { x * weight };
+        // Adding 0 makes one zero of both: a sum over merges and a sum without one may differ in its sign.
+        let weighted = |x: f32| if weight == 0.0 { 0.0 } else { x * weight + 0.0 };
         // SAFETY: `check` bounded every (token, head) row of out and lse, and no two rows overlap.
         unsafe {
             match self.call.out {

@@ -99,6 +99,7 @@ pub fn case(most: (usize, usize)) -> impl Strategy<Value = Case> {
                 kv_dtype,
                 kv_scales,
                 page_size,
+                batch_invariant: seed.is_multiple_of(3),
                 seqs: seqs.into_iter().map(|lens| lengths(bits.0, lens)).collect(),
                 seed,
             })
