@@ -96,7 +96,7 @@ fn check_extent(field: &str, len: usize, dims: &[(usize, usize)], width: usize) 
     }
 }
 
-fn check_rows(
+pub(crate) fn check_rows(
     field: &str,
     len: usize,
     (token, head): (usize, usize),
@@ -108,7 +108,7 @@ fn check_rows(
 }
 
 /// Two rows of the output must not share an element: tasks write them from different threads.
-fn check_disjoint(
+pub(crate) fn check_disjoint(
     strides: (usize, usize),
     tokens: usize,
     heads: usize,

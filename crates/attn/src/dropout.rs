@@ -7,6 +7,8 @@ use crate::extras::DropoutKey;
 
 const ROUNDS: usize = 10;
 const MULTIPLIERS: (u64, u64) = (0xD251_1F53, 0xCD9E_8D57);
+/// The low half of a 64-bit lane.
+const LOW: u64 = 0xFFFF_FFFF;
 const WEYL: (u32, u32) = (0x9E37_79B9, 0xBB67_AE85);
 
 /// Dropout of one call: probability and key.
@@ -50,27 +52,26 @@ impl Dropout {
         c[1] = [self.key.first_row + row as u32; L];
         c[2] = [self.key.first_head + head as u32; L];
         c[3] = [self.key.first_seq + seq as u32; L];
+        // 64-bit lanes: what a processor multiplies whole.
+        let mut c = c.map(|x| x.map(u64::from));
         let (mut k0, mut k1) = (self.key.seed as u32, (self.key.seed >> 32) as u32);
         for _ in 0..ROUNDS {
-            let mut next = [[0u32; L]; 4];
             for i in 0..L {
-                let a = u64::from(c[0][i]) * MULTIPLIERS.0;
-                let b = u64::from(c[2][i]) * MULTIPLIERS.1;
-                next[0][i] = (b >> 32) as u32 ^ c[1][i] ^ k0;
-                next[1][i] = b as u32;
-                next[2][i] = (a >> 32) as u32 ^ c[3][i] ^ k1;
-                next[3][i] = a as u32;
+                let a = (c[0][i] & LOW) * MULTIPLIERS.0;
+                let b = (c[2][i] & LOW) * MULTIPLIERS.1;
+                (c[0][i], c[2][i]) =
+                    ((b >> 32) ^ c[1][i] ^ u64::from(k0), (a >> 32) ^ c[3][i] ^ u64::from(k1));
+                (c[1][i], c[3][i]) = (b & LOW, a & LOW);
             }
-            c = next;
             (k0, k1) = (k0.wrapping_add(WEYL.0), k1.wrapping_add(WEYL.1));
         }
-        c
+        c.map(|x| x.map(|x| x as u32))
     }
 
     /// Multiplies the weights of a row's keys `first .. first + weights.len()` by their factors.
     #[inline(always)]
     pub(crate) fn apply(&self, (seq, head, row): (usize, usize, usize), first: usize, weights: &mut [f32]) {
-        const GROUPS: usize = 16;
+        const GROUPS: usize = 8;
         let first = self.key.first_key + first as u32;
         let mut at = 0;
         while at < weights.len() {

@@ -7,6 +7,7 @@
 //! arrive written, contiguous or paged.
 
 pub mod backward;
+pub mod cascade;
 mod check;
 pub mod cpu;
 mod cut;
@@ -20,6 +21,7 @@ pub mod scales;
 pub mod workspace;
 
 pub use backward::{BackwardArgs, BackwardPlan, BackwardWorkspace, run_backward};
+pub use cascade::{CascadeArgs, CascadePlan, CascadeWorkspace, KvArgs, run_cascade};
 pub use cpu::detect::{Isa, Machine};
 pub use extras::{Bias, BiasStrides, BlockMask, DropoutKey, Extras, TreeMask};
 pub use plan::{Kernel, Limits, Plan};

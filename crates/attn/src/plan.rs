@@ -195,10 +195,9 @@ impl Plan {
         }
     }
 
-    /// The kernel that a sequence of this length runs. Both sum dot products in orders of their own, so that a batch-invariant plan keeps
-    /// to one of them.
+    /// The kernel that a sequence of this length runs. In a batch-invariant plan the direct one sums dot products in the packed one's order.
     pub fn kernel_for(&self, len: SeqLen) -> Kernel {
-        if !self.problem.batch_invariant && len.seqlen_q * self.problem.heads.group_size() <= DIRECT_ROWS {
+        if len.seqlen_q * self.problem.heads.group_size() <= DIRECT_ROWS {
             Kernel::Direct
         } else {
             Kernel::Packed

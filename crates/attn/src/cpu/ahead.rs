@@ -99,9 +99,15 @@ impl Ahead {
             row: dtype.bytes_of(width),
             head: dtype.bytes_of(head),
         };
-        let k = side(t.call.k.start(), heads.head_dim_qk, strides.0);
-        let v = side(t.call.v.start(), heads.head_dim_v, strides.1);
-        let (heads, run) = (t.unit.kv_heads, t.run_of_rows());
+        // Where the heads of a token lie side by side, they are one long row.
+        let (heads, wide) = match strides == (heads.head_dim_qk, heads.head_dim_v) {
+            true => (1, t.unit.kv_heads),
+            false => (t.unit.kv_heads, 1),
+        };
+        let h = t.call.heads;
+        let k = side(t.call.k.start(), wide * h.head_dim_qk, strides.0);
+        let v = side(t.call.v.start(), wide * h.head_dim_v, strides.1);
+        let run = t.run_of_rows(wide);
         Ahead { k, v, heads, run, key, end, head: 0, values: false, at: k.start, left: 0 }
     }
 

@@ -11,9 +11,10 @@ use super::element::{Elem, InPlace};
 use super::kv_scales::{fill, scale_weights};
 use super::scores::{change_row, drop_row};
 use super::seen::{Bits, Runs, bits_of, hide, hull};
+use super::segment;
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Task};
-use super::vector::Vector;
+use super::vector::{MAX_LANES, Vector};
 use super::widen::widen_block;
 use crate::plan::KEY_BLOCK;
 
@@ -78,8 +79,9 @@ unsafe impl<V: Vector, E: InPlace> Rows<V> for E {
             let q = w.q.add(at * w.q_stride);
             std::ptr::write_bytes(q, 0, w.q_stride);
             t.load_query(row, w.zeros, 1);
+            let ordered = t.call.plan.problem.batch_invariant;
             for i in 0..t.call.heads.head_dim_qk {
-                *q.add(place::<V, E>(i)) = *w.zeros.add(i);
+                *q.add(if ordered { i } else { place::<V, E>(i) }) = *w.zeros.add(i);
             }
         }
     }
@@ -97,7 +99,9 @@ unsafe impl<V: Vector, E: InPlace> Rows<V> for E {
     ) {
         // SAFETY: forwarded.
         unsafe {
-            if t.call.heads.head_dim_qk.is_multiple_of(2 * V::LANES) {
+            if t.call.plan.problem.batch_invariant {
+                ordered_dots::<V, E, R>(t, w, h, ahead, cols);
+            } else if t.call.heads.head_dim_qk.is_multiple_of(2 * V::LANES) {
                 dot_block::<V, E, R, false>(t, w, h, ahead, cols);
             } else {
                 dot_block::<V, E, R, true>(t, w, h, ahead, cols);
@@ -131,6 +135,7 @@ pub(crate) unsafe fn run<V: Vector, E: Rows<V>, const N: usize>(
         let mut w = t.scratch();
         for head in 0..t.unit.kv_heads {
             start::<V, E>(&t.of_head(head), &mut w, head * t.rows());
+            t.start_segments(&w, head * t.rows());
         }
         let (mut counts, mut block) = (Counts::default(), t.first_block());
         let mut next_task = if block.is_none() { t.queue.take() } else { None };
@@ -165,6 +170,11 @@ pub(crate) unsafe fn run<V: Vector, E: Rows<V>, const N: usize>(
             }
             std::mem::swap(&mut w.k_off, &mut w.k_next);
             std::mem::swap(&mut w.v_off, &mut w.v_next);
+            if t.closes_segment(base, block) {
+                for head in 0..t.unit.kv_heads {
+                    segment::close::<V>(&t.of_head(head), &w, head * t.rows());
+                }
+            }
         }
         for head in 0..t.unit.kv_heads {
             finish::<V, E>(&t.of_head(head), &w, head * t.rows());
@@ -326,6 +336,58 @@ unsafe fn dot_block<V: Vector, E: InPlace, const R: usize, const TAIL: bool>(
     }
 }
 
+/// The same with every dot product summed from its first element to its last, as the packed kernel sums it: a vector of keys is transposed
+/// as it is loaded. The price is the transposition, about as many instructions as the products of four rows.
+#[inline(always)]
+unsafe fn ordered_dots<V: Vector, E: InPlace, const R: usize>(
+    t: &Task<'_>,
+    w: &Scratch<'_>,
+    h: Head<E>,
+    ahead: &mut Ahead,
+    cols: Columns,
+) {
+    let d = t.call.heads.head_dim_qk;
+    // A square of keys, and as much of their values.
+    let lines = (V::LANES * V::LANES * 2 * size_of::<E>() / LINE_BYTES * DOT_LINES).div_ceil(8);
+    // SAFETY: checked offsets, also beside the task's keys; within the slot's parts.
+    unsafe {
+        let q = w.q.add(h.row * w.q_stride).cast_const();
+        let mut col = cols.from;
+        while col < cols.to {
+            let mut acc = [V::splat(0.0); R];
+            let mut x = 0;
+            while x < d {
+                ahead.ask::<V>(w, lines);
+                let mut block = [V::splat(0.0); MAX_LANES];
+                for i in 0..V::LANES {
+                    let p = E::at(h.k, *w.k_off.get_unchecked(col + i) + x);
+                    block[i] = if x + V::LANES <= d { E::load(p) } else { E::load_partial(p, d - x) };
+                }
+                V::transpose(&mut block);
+                if x + V::LANES <= d {
+                    for j in 0..V::LANES {
+                        for r in 0..R {
+                            acc[r] = V::splat(*q.add(r * w.q_stride + x + j)).fma(block[j], acc[r]);
+                        }
+                    }
+                } else {
+                    for j in 0..d - x {
+                        for r in 0..R {
+                            acc[r] = V::splat(*q.add(r * w.q_stride + x + j)).fma(block[j], acc[r]);
+                        }
+                    }
+                }
+                x += V::LANES;
+            }
+            let scale = V::load(w.k_scales.add(col));
+            for r in 0..R {
+                acc[r].mul(scale).store(w.s.add(r * KEY_BLOCK + col));
+            }
+            col += V::LANES;
+        }
+    }
+}
+
 /// Lane-wise partial dot products of R query rows with `DOT_KEYS` key rows; without `TAIL` rows are whole pairs of vectors.
 #[inline(always)]
 unsafe fn dot<V: Vector, E: InPlace, const R: usize, const TAIL: bool>(
@@ -470,10 +532,15 @@ unsafe fn finish<V: Vector, E: Rows<V>>(t: &Task<'_>, w: &Scratch<'_>, first: us
         // SAFETY: the slot's score part holds a row of KEY_BLOCK * DIRECT_ROWS floats, more than any width.
         unsafe {
             let ordered = std::slice::from_raw_parts_mut(w.s, d);
-            for i in 0..d {
-                ordered[i] = *w.o.add((first + row) * w.o_stride + E::place(i));
-            }
             let at = first + row;
+            let o = if t.unit.segmented { w.merged } else { w.o };
+            for i in 0..d {
+                ordered[i] = *o.add(at * w.o_stride + E::place(i));
+            }
+            if t.unit.segmented {
+                t.write(row, ordered, *w.merged_lse.add(at));
+                continue;
+            }
             t.emit(row, ordered, *w.max.add(at), V::load(w.sum.add(at * V::LANES)).reduce_add());
         }
     }

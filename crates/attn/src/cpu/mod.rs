@@ -19,6 +19,7 @@ mod packed;
 mod portable;
 mod scores;
 pub(crate) mod seen;
+mod segment;
 mod softmax;
 pub mod stream;
 pub(crate) mod task;

@@ -9,7 +9,6 @@
 //! Blocks stand on absolute multiples of 128 keys and lanes on absolute columns, so that a row's sums do not depend on its tile.
 
 use suanpan_base::Seen;
-use suanpan_base::lse::{EMPTY_LSE, merge_into};
 
 use super::ahead::{Ahead, columns, fill_offsets};
 use super::element::Elem;
@@ -17,10 +16,10 @@ use super::kv_scales::{fill, scale_weights};
 use super::pack::{pack_k, pack_v};
 use super::scores::{change_row, drop_row};
 use super::seen::{Bits, Runs, bits_of, hide, hull};
+use super::segment;
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Src, Task};
 use super::vector::Vector;
-use crate::cut::SEGMENT_KEYS;
 use crate::plan::KEY_BLOCK;
 use crate::workspace::TILE_ROWS;
 
@@ -51,8 +50,7 @@ pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Op
             block = t.block_from(base + KEY_BLOCK);
             let mut ahead;
             (ahead, next_task) = Ahead::over(t, block, &mut w);
-            let unseen = t.unit.by_bits && look_up(t, &mut w, base) == 0 && t.call.sight.narrowed();
-            if !unseen {
+            if look_up(t, &mut w, base) {
                 let scales = fill::<V>(t, &w, base);
                 counts.scales += scales.runs;
                 let finite = load_block::<V, N>(t, &w, columns(t, base)) && scales.finite;
@@ -62,8 +60,8 @@ pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Op
             }
             std::mem::swap(&mut w.k_off, &mut w.k_next);
             std::mem::swap(&mut w.v_off, &mut w.v_next);
-            if t.unit.segmented && block.is_none_or(|next| next / SEGMENT_KEYS != base / SEGMENT_KEYS) {
-                close_segment::<V>(t, &w);
+            if t.closes_segment(base, block) {
+                segment::close::<V>(t, &w, 0);
             }
         }
         finish::<V>(t, &w);
@@ -86,17 +84,12 @@ unsafe fn start<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>) {
             } else {
                 (0..d).for_each(|i| *dst.add(i * TILE_ROWS) = 0.0);
                 // An empty range where the last real row ends keeps starts and ends in order.
-                let end = w.visible[rows - 1].run.end;
-                w.visible[row] = Seen { head: 0, run: end..end };
+                let Seen { head, run } = w.visible[rows - 1].clone();
+                w.visible[row] = Seen { head, run: run.end..run.end };
             }
             *w.max.add(row) = f32::NEG_INFINITY;
-            if t.unit.segmented {
-                *w.merged_lse.add(row) = EMPTY_LSE;
-            }
         }
-        if t.unit.segmented {
-            std::ptr::write_bytes(w.merged, 0, rows * w.o_stride);
-        }
+        t.start_segments(w, 0);
         std::ptr::write_bytes(w.sum, 0, padded * V::LANES);
         std::ptr::write_bytes(w.o, 0, padded * w.o_stride);
         // One row of zero bytes serves all element types.
@@ -104,17 +97,27 @@ unsafe fn start<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>) {
     }
 }
 
-/// The keys of the block at `base` that each row sees, as bits; none in padding rows. Returns those that some row sees.
-fn look_up(t: &Task<'_>, w: &mut Scratch<'_>, base: usize) -> Bits {
-    let [head, run] = t.pieces(base).map(|piece| bits_of(&piece));
+/// Decides how rows are looked up in the block at `base`: by their runs, behind all their heads; by their heads, before all their runs; else
+/// by bits, which it fills in (none in padding rows). Returns false where bits hide the whole block.
+fn look_up(t: &Task<'_>, w: &mut Scratch<'_>, base: usize) -> bool {
+    let narrowed = t.call.sight.narrowed();
+    let beside_heads = !t.unit.by_bits || base >= w.visible[t.rows() - 1].head;
+    let before_runs = w.visible[0].run.start >= base + KEY_BLOCK;
+    w.by_bits = narrowed || !beside_heads && !before_runs;
+    w.in_head = !w.by_bits && !beside_heads;
+    if !w.by_bits {
+        return true;
+    }
+    let [head, run] = t.pieces(base);
+    let pieces = bits_of(&head) | bits_of(&run);
     let (rows, padded) = (t.rows(), t.rows().next_multiple_of(TILE_ROWS));
     let mut some = 0;
     for row in 0..rows {
-        w.bits[row] = t.row_bits(row, base, head | run);
+        w.bits[row] = t.row_bits(row, base, pieces);
         some |= w.bits[row];
     }
     w.bits[rows..padded].fill(0);
-    some
+    some != 0 || !narrowed
 }
 
 /// Packs the keys of columns `cols` and their values. Returns true when every value is finite.
@@ -160,15 +163,15 @@ unsafe fn pack_k_block<V: Vector, E: Elem, const N: usize>(
 #[inline(always)]
 fn span(t: &Task<'_>, w: &Scratch<'_>, tile: usize, base: usize) -> Option<Span> {
     let (first, last) = (tile * TILE_ROWS, (tile * TILE_ROWS + TILE_ROWS - 1).min(t.rows() - 1));
-    if t.unit.by_bits {
+    if w.by_bits {
         let rows = &w.bits[first..=last];
         let some = rows.iter().fold(0, |some, bits| some | bits);
         let all_visible = rows.iter().all(|&bits| bits == Bits::MAX);
         return (some != 0).then(|| Span { from: hull(some).start, to: hull(some).end, all_visible });
     }
-    let clip = |key: usize| key.clamp(base, base + KEY_BLOCK) - base;
-    let (from, to) = (clip(w.visible[first].run.start), clip(w.visible[last].run.end));
-    let all_visible = w.visible[last].run.start <= base && w.visible[first].run.end >= base + KEY_BLOCK;
+    let (upper, lower) = (w.visible_columns(first, base), w.visible_columns(last, base));
+    let (from, to) = (upper.start, lower.end);
+    let all_visible = lower.start == 0 && upper.end == KEY_BLOCK;
     (from < to).then_some(Span { from, to, all_visible })
 }
 
@@ -267,7 +270,7 @@ unsafe fn outputs<V: Vector, const N: usize>(
                 if !finite && !span.all_visible {
                     // A weight of 0 must not let a value that this row may not see through: 0 · NaN is NaN.
                     for row in tile * TILE_ROWS..(tile + 1) * TILE_ROWS {
-                        let seen = row_runs(t, w, row, base);
+                        let seen = row_runs(w, row, base);
                         output_row::<V>(w, v, width, row, left, seen);
                     }
                     continue;
@@ -292,7 +295,7 @@ unsafe fn weights<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, base: usize, tile: u
     let (rows, change) = (t.rows(), t.call.plan.problem.scores.change_scores());
     let mut pairs = 0;
     for row in tile * TILE_ROWS..(tile + 1) * TILE_ROWS {
-        let by_bits = t.unit.by_bits;
+        let by_bits = w.by_bits;
         let seen = if by_bits { hull(w.bits[row]) } else { w.visible_columns(row, base) };
         // SAFETY: within the slot's parts.
         unsafe {
@@ -325,8 +328,8 @@ unsafe fn weights<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, base: usize, tile: u
 
 /// The keys of the block at `base` that row `row` sees, in runs.
 #[inline(always)]
-fn row_runs(t: &Task<'_>, w: &Scratch<'_>, row: usize, base: usize) -> Runs {
-    Runs(if t.unit.by_bits { w.bits[row] } else { bits_of(&w.visible_columns(row, base)) })
+fn row_runs(w: &Scratch<'_>, row: usize, base: usize) -> Runs {
+    Runs(if w.by_bits { w.bits[row] } else { bits_of(&w.visible_columns(row, base)) })
 }
 
 /// 6 rows × M vectors of outputs.
@@ -401,25 +404,6 @@ unsafe fn output_row<V: Vector>(
             }
             acc.store(o);
             x += V::LANES;
-        }
-    }
-}
-
-/// Merges every row's segment into those behind it, as splits are merged, and clears its state for the next one.
-#[inline(always)]
-unsafe fn close_segment<V: Vector>(t: &Task<'_>, w: &Scratch<'_>) {
-    let d = t.call.heads.head_dim_v;
-    for row in 0..t.rows() {
-        // SAFETY: within the slot's parts.
-        unsafe {
-            let o = std::slice::from_raw_parts_mut(w.o.add(row * w.o_stride), d);
-            let merged = std::slice::from_raw_parts_mut(w.merged.add(row * w.o_stride), d);
-            let sum = w.sum.add(row * V::LANES);
-            let lse = t.settle(row, o, *w.max.add(row), V::load(sum).reduce_add());
-            merge_into(merged, &mut *w.merged_lse.add(row), o, lse);
-            o.fill(0.0);
-            *w.max.add(row) = f32::NEG_INFINITY;
-            V::splat(0.0).store(sum);
         }
     }
 }

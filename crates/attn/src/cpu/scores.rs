@@ -23,7 +23,6 @@ pub(crate) unsafe fn change_row<V: Vector>(
     let slope = t.call.extras.alibi_slopes.map_or(0.0, |slopes| slopes[head] * LOG2_E);
     // SAFETY: within the row of scores; LANES <= MAX_LANES; `check` bounded the bias of every key that exists.
     unsafe {
-        let mut lanes = [0.0f32; MAX_LANES];
         let mut col = cols.from;
         while col < cols.to {
             let mut x = V::load(s.add(col));
@@ -35,14 +34,28 @@ pub(crate) unsafe fn change_row<V: Vector>(
                 x = bias_at::<V>(first, bias.strides.key, col, cols).fma(V::splat(LOG2_E), x);
             }
             if slope != 0.0 {
-                for (lane, distance) in lanes.iter_mut().enumerate() {
-                    *distance = (centre - (base + col + lane) as i64).unsigned_abs() as f32;
-                }
-                x = V::splat(-slope).fma(V::load(lanes.as_ptr()), x);
+                x = V::splat(-slope).fma(distances::<V>(centre - (base + col) as i64), x);
             }
             x.store(s.add(col));
             col += V::LANES;
         }
+    }
+}
+
+/// The numbers of the lanes.
+static LANE: [f32; MAX_LANES] =
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
+
+/// Distances of a vector of keys from a row that stands `first` keys after the first of them; exact below 2^24.
+///
+/// # Safety
+/// As `Vector`.
+#[inline(always)]
+pub(crate) unsafe fn distances<V: Vector>(first: i64) -> V {
+    // SAFETY: forwarded.
+    unsafe {
+        let x = V::splat(first as f32).sub(V::load(LANE.as_ptr()));
+        x.max(V::splat(0.0).sub(x))
     }
 }
 

@@ -170,8 +170,9 @@ impl Task<'_> {
     pub fn block_from(&self, mut base: usize) -> Option<usize> {
         let u = self.unit;
         loop {
-            base = base.max(u.head_start / KEY_BLOCK * KEY_BLOCK);
-            if base >= u.head_end {
+            if u.head_start < u.head_end && base < u.head_end {
+                base = base.max(u.head_start / KEY_BLOCK * KEY_BLOCK);
+            } else {
                 base = base.max(u.key_start / KEY_BLOCK * KEY_BLOCK);
                 if base >= u.key_end || u.key_start >= u.key_end {
                     return None;

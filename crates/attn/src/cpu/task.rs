@@ -173,6 +173,9 @@ pub(crate) struct Scratch<'s> {
     pub visible: &'s mut [Seen],
     /// Keys of the block at hand that each row sees, where the unit goes by bits (direct kernel: always).
     pub bits: &'s mut [Bits],
+    /// Rows of the packed kernel see the bits of the block at hand; of the heads of their keys instead of the runs.
+    pub by_bits: bool,
+    pub in_head: bool,
     pub k_off: &'s mut [usize],
     pub v_off: &'s mut [usize],
     /// Offsets of the keys of the next block.
@@ -194,7 +197,8 @@ impl Scratch<'_> {
     #[inline(always)]
     pub fn visible_columns(&self, row: usize, base: usize) -> Range<usize> {
         let clip = |key: usize| key.clamp(base, base + KEY_BLOCK) - base;
-        clip(self.visible[row].run.start)..clip(self.visible[row].run.end)
+        let seen = &self.visible[row];
+        if self.in_head { 0..clip(seen.head) } else { clip(seen.run.start)..clip(seen.run.end) }
     }
 }
 
@@ -305,10 +309,10 @@ impl<'a> Task<'a> {
         (self.call.k_strides.head, self.call.v_strides.head)
     }
 
-    /// Neighbouring keys whose rows surely lie one after the other, from any multiple of it on.
-    pub fn run_of_rows(&self) -> usize {
+    /// Neighbouring keys whose rows, `wide` heads each, surely lie one after the other, from any multiple of it on.
+    pub fn run_of_rows(&self, wide: usize) -> usize {
         let (c, h) = (self.call, self.call.heads);
-        if c.k_strides.token != h.head_dim_qk || c.v_strides.token != h.head_dim_v {
+        if c.k_strides.token != wide * h.head_dim_qk || c.v_strides.token != wide * h.head_dim_v {
             return 1;
         }
         // The largest power of two in the page size: blocks start at multiples of 128 keys.
@@ -342,6 +346,8 @@ impl<'a> Task<'a> {
                 k_scales: slot.add(l.scales),
                 v_scales: slot.add(l.scales + KEY_BLOCK),
                 visible: std::slice::from_raw_parts_mut(slot.add(l.visible).cast(), rows),
+                by_bits: false,
+                in_head: false,
                 bits: std::slice::from_raw_parts_mut(slot.add(l.bits).cast(), rows),
                 k_off: std::slice::from_raw_parts_mut(offsets, KEY_BLOCK),
                 v_off: std::slice::from_raw_parts_mut(offsets.add(KEY_BLOCK), KEY_BLOCK),

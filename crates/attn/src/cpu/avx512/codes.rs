@@ -56,7 +56,9 @@ impl Code for Int4Pair {
 pub(crate) fn fits(t: &Task<'_>) -> bool {
     let (plan, dtype) = (t.call.plan, t.call.plan.problem.kv_dtype);
     let len = plan.seqs[t.unit.seq as usize].len;
+    // Sums of digits are in an order of their own.
     matches!(dtype, DType::I8 | DType::I4)
+        && !plan.problem.batch_invariant
         && plan.kernel_for(len) == Kernel::Direct
         && dtype.bytes_of(t.call.heads.head_dim_v).is_multiple_of(BYTES)
 }

@@ -3,9 +3,9 @@
 use std::f32::consts::LOG2_E;
 
 use super::task::{Scratch, Task, Visit, Work};
-use crate::cpu::scores::bias_at;
+use crate::cpu::scores::{bias_at, distances};
 use crate::cpu::softmax::Columns;
-use crate::cpu::vector::{MAX_LANES, Vector};
+use crate::cpu::vector::Vector;
 
 /// Takes row `row` of a visit from plain scores (natural, scaled) in columns `cols` of p to weights in p and `weight · slope` in ds, where
 /// slope is the derivative of a finished score with respect to q·k.
@@ -37,7 +37,6 @@ pub(crate) unsafe fn bend_row<V: Vector>(
         let (zero, one, scale) = (V::splat(0.0), V::splat(1.0), V::splat(scale));
         let lse = V::splat(*w.lse.add(row));
         let (p, ds) = (w.p.add(row * w.p_stride), w.ds.add(row * w.p_stride));
-        let mut lanes = [0.0f32; MAX_LANES];
         let mut col = cols.from;
         while col < cols.to {
             let (mut x, mut bend) = (V::load(p.add(col)), scale);
@@ -53,10 +52,7 @@ pub(crate) unsafe fn bend_row<V: Vector>(
                 x = x.add(bias_at::<V>(first, bias.strides.key, col, cols));
             }
             if slope != 0.0 {
-                for (lane, distance) in lanes.iter_mut().enumerate() {
-                    *distance = (centre - (base + col + lane) as i64).unsigned_abs() as f32;
-                }
-                x = V::splat(-slope).fma(V::load(lanes.as_ptr()), x);
+                x = V::splat(-slope).fma(distances::<V>(centre - (base + col) as i64), x);
             }
             let (lo, hi) = (cols.lo.saturating_sub(col), cols.hi.saturating_sub(col));
             // As for plain scores: a weight is at most 1, and NaN comes through.
