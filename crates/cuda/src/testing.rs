@@ -134,35 +134,49 @@ pub struct RowResult {
 
 /// The oracle and the yardstick for one row. An empty row gives o = 0 and lse = -inf.
 pub fn reference_row(dtype: Dtype, scale: f64, row: &Row) -> RowResult {
-    let dim = row.q.len();
-    let round = |x: f64| f64::from(from_bits(dtype, to_bits(dtype, x as f32)));
-    if row.keys == 0 {
-        return RowResult { oracle: vec![0.0; dim], lse: f64::NEG_INFINITY, plain: vec![0.0; dim] };
-    }
     let dot = |j: usize| row.q.iter().zip((row.key)(j)).map(|(a, b)| f64::from(a * b)).sum::<f64>();
-    let scores: Vec<f64> = (0..row.keys).map(|j| dot(j) * scale).collect();
-    let weigh = |s: &[f64]| {
-        let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let p: Vec<f64> = s.iter().map(|x| (x - max).exp()).collect();
-        let sum: f64 = p.iter().sum();
-        (p, sum, max)
+    let keys: Vec<usize> = (0..row.keys).collect();
+    let scaled: Vec<f64> = keys.iter().map(|&j| dot(j) * scale).collect();
+    reference_scores(dtype, row.q.len(), &keys, &scaled, f64::NEG_INFINITY, &row.value, |_, x| x)
+}
+
+/// The same from `scaled`, the products q·k·scale with `keys`: `change` (key, scaled product) makes scores of them, and
+/// `sink` joins the denominator. Plain attention rounds the products to 16 bits before anything else happens to them.
+pub fn reference_scores<'a>(
+    dtype: Dtype,
+    dim_v: usize,
+    keys: &[usize],
+    scaled: &[f64],
+    sink: f64,
+    value: &dyn Fn(usize) -> &'a [f32],
+    change: impl Fn(usize, f64) -> f64,
+) -> RowResult {
+    let round = |x: f64| f64::from(from_bits(dtype, to_bits(dtype, x as f32)));
+    if keys.is_empty() {
+        return RowResult { oracle: vec![0.0; dim_v], lse: sink, plain: vec![0.0; dim_v] };
+    }
+    let weigh = |products: &mut dyn Iterator<Item = f64>| {
+        let scores: Vec<f64> = keys.iter().zip(products).map(|(j, x)| change(*j, x)).collect();
+        let max = scores.iter().copied().fold(sink, f64::max);
+        let mut p: Vec<f64> = scores.iter().map(|x| (x - max).exp()).collect();
+        let sum: f64 = p.iter().sum::<f64>() + (sink - max).exp();
+        p.iter_mut().for_each(|x| *x /= sum);
+        (p, max + sum.ln())
     };
     let mix = |p: &[f64]| {
-        let mut o = vec![0.0; dim];
-        for (j, w) in p.iter().enumerate() {
-            for (x, v) in o.iter_mut().zip((row.value)(j)) {
+        let mut o = vec![0.0; dim_v];
+        for (j, w) in keys.iter().zip(p) {
+            for (x, v) in o.iter_mut().zip(value(*j)) {
                 *x += w * f64::from(*v);
             }
         }
         o
     };
-    let (mut p, sum, max) = weigh(&scores);
-    p.iter_mut().for_each(|x| *x /= sum);
-    let rounded: Vec<f64> = scores.iter().map(|x| round(*x)).collect();
-    let (mut p_plain, sum_plain, _) = weigh(&rounded);
-    p_plain.iter_mut().for_each(|x| *x = round(*x / sum_plain));
+    let (p, lse) = weigh(&mut scaled.iter().copied());
+    let (mut p_plain, _) = weigh(&mut scaled.iter().map(|x| round(*x)));
+    p_plain.iter_mut().for_each(|x| *x = round(*x));
     let plain = mix(&p_plain).into_iter().map(round).collect();
-    RowResult { oracle: mix(&p), lse: max + sum.ln(), plain }
+    RowResult { oracle: mix(&p), lse, plain }
 }
 
 /// Largest errors of a kernel's output and of plain attention over many rows, and the output's own rounding.

@@ -172,20 +172,22 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
         const int bit = b * L::kNumWg + w;
         mbar_wait(q_done(b, w), done_phase >> bit & 1);
         done_phase ^= 1u << bit;
-        const int row = last.row0 + w * 64;
-        if (kDirect || row + 64 > last.len_q) return;
+        if constexpr (!kDirect) {
+          const int row = last.row0 + w * 64;
+          if (row + 64 > last.len_q) return;
 #pragma unroll
-        for (int c = 0; c < L::kVChunks; ++c)
-          tma_store_3d(o_map, base + b * L::kQBuf + w * L::kQWg + c * L::kQChunk, c * 64, last.q0 + row, last.head);
-        tma_store_commit();
-        tma_store_wait_read();
+          for (int c = 0; c < L::kVChunks; ++c)
+            tma_store_3d(o_map, base + b * L::kQBuf + w * L::kQWg + c * L::kQChunk, c * 64, last.q0 + row, last.head);
+          tma_store_commit();
+          tma_store_wait_read();
+        }
       };
       Ring<L::kQBufs> in, out;
 #pragma unroll 1
       for (bool first = true, more = true; more; first = false) {
         more = next_tile();
-        if (L::kQBufs > 1 && more)
-          for (int w = 0; w < L::kNumWg; ++w) load_q(in.stage, w);
+        if constexpr (L::kQBufs > 1)
+          for (int w = 0; w < L::kNumWg && more; ++w) load_q(in.stage, w);
         for (int w = 0; w < L::kNumWg; ++w) {
           if (!first) store_o(out.stage, w);
           if (L::kQBufs == 1 && more) load_q(in.stage, w);

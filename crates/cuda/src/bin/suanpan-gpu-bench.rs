@@ -1,6 +1,8 @@
 //! Times the kernels on one device: a line per cell with time and TFLOP/s or TB/s. Correctness is suanpan-gpu-tests' job.
+use suanpan_base::Mask;
+use suanpan_cuda::attention::Operand;
 use suanpan_cuda::attention::decode::{Decode, Pages};
-use suanpan_cuda::attention::{Operand, forward::Forward};
+use suanpan_cuda::attention::forward::{Forward, KeysValues, Scores};
 use suanpan_cuda::driver::Gpu;
 use suanpan_cuda::testing::{Buffer, Rng, graph_of, median, time_us};
 use suanpan_cuda::{Dtype, Error};
@@ -66,8 +68,7 @@ fn forward_cell(gpu: &Gpu, opt: &Options, dim: u32, seqlen: u32, causal: bool) -
     };
     let f = Forward {
         q: operand(&buffers[0]),
-        k: operand(&buffers[1]),
-        v: operand(&buffers[2]),
+        kv: KeysValues::Packed { k: operand(&buffers[1]), v: operand(&buffers[2]) },
         o: operand(&buffers[3]),
         lse: lse.address,
         counter: counter.address,
@@ -81,8 +82,11 @@ fn forward_cell(gpu: &Gpu, opt: &Options, dim: u32, seqlen: u32, causal: bool) -
         num_q_heads: heads,
         num_kv_heads: heads,
         head_dim: dim,
+        head_dim_v: dim,
         dtype: Dtype::Bf16,
-        causal,
+        mask: if causal { Mask::CAUSAL } else { Mask::FULL },
+        scores: Scores::default(),
+        tree: None,
         softmax_scale: 1.0 / (dim as f32).sqrt(),
     };
     // SAFETY: the buffers cover the shapes and live past the synchronisation inside `time_us`.
