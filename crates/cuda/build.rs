@@ -26,6 +26,14 @@ fn units() -> Vec<Unit> {
             });
         }
     }
+    for dim in [128, 256] {
+        let defines = vec![format!("-DHEAD_DIM={dim}")];
+        out.push(Unit {
+            name: format!("forward_{dim}_e4m3"),
+            source: "kernels/attention/forward_fp8.cu",
+            defines,
+        });
+    }
     for dim in [64, 128, 256] {
         let defines = vec![format!("-DHEAD_DIM={dim}")];
         out.push(Unit { name: format!("decode_{dim}_bf16"), source: "kernels/attention/decode.cu", defines });

@@ -117,6 +117,29 @@ pub fn from_bits(dtype: Dtype, x: u16) -> f32 {
     }
 }
 
+/// Rounds to e4m3 (four exponent bits, bias 7, three of mantissa; largest 448, no infinity), to nearest even.
+pub fn to_e4m3(x: f32) -> u8 {
+    let sign = if x.is_sign_negative() { 0x80 } else { 0 };
+    let x = x.abs();
+    if x.is_nan() {
+        return sign | 0x7f;
+    }
+    let exponent = ((x.to_bits() >> 23) as i32 - 127).clamp(-6, 8);
+    let unit = 2f32.powi(exponent - 3); // between neighbours of x; the smallest normal and all below it share one
+    let steps = ((x / unit).round_ties_even() as i32).min(if exponent == 8 { 14 } else { 16 });
+    sign | (steps + (exponent + 6) * 8).min(0x7e) as u8
+}
+
+pub fn from_e4m3(x: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(x >> 3 & 15), f32::from(x & 7));
+    let size = match (exponent, x & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa * 2f32.powi(-9),
+        _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
+    };
+    if x & 0x80 == 0 { size } else { -size }
+}
+
 /// One (query row, head): its query and the keys and values it sees, in token order.
 pub struct Row<'a> {
     pub q: &'a [f32],
@@ -294,4 +317,27 @@ pub fn graph_of(gpu: &Gpu, f: impl FnOnce() -> Result<(), Error>) -> Result<Cuda
     graph.upload().map_err(call("cuGraphUpload"))?;
     gpu.synchronize()?;
     Ok(graph)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn e4m3_goes_there_and_back_and_rounds_to_the_nearest() {
+        for bits in 0..=255u8 {
+            let x = from_e4m3(bits);
+            if x.is_nan() {
+                assert_eq!(bits & 0x7f, 0x7f);
+            } else {
+                assert_eq!(to_e4m3(x), bits, "{x}");
+            }
+        }
+        let smallest = 2f32.powi(-9);
+        for (x, rounded) in
+            [(1.0625, 1.0), (-1.1875, -1.25), (1e9, 448.0), (460.0, 448.0), (1.4 * smallest, smallest)]
+        {
+            assert_eq!(from_e4m3(to_e4m3(x)), rounded, "{x}");
+        }
+    }
 }

@@ -66,7 +66,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
   __syncthreads();
 
   if (warp < 4) {
-    registers_down<(L::kNumWg == 3) ? 32 : 40>();
+    registers_down<(L::kNumWg == 2) ? 40 : 32>();
     Ring<2> slot;
     const auto stream = [&](auto is_key) {  // K or V of every tile; the whole warp where pages may have to be found
       constexpr bool kKey = decltype(is_key)::value;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
       int i = blockIdx.x;
       for (uint32_t asked = 0;; asked ^= 1) {
         mbar_wait(slot_empty(slot.stage), slot.phase ^ 1);
-        while (i < total && !tile_at<BN, MODE>(p, i, slots[slot.stage])) i = gridDim.x + atomicAdd(p.counter, 1);
+        while (i < total && !tile_at<L::kNumWg, BN, MODE>(p, i, slots[slot.stage])) i = gridDim.x + atomicAdd(p.counter, 1);
         if (i >= total) slots[slot.stage].head = -1;
         mbar_arrive(slot_full(slot.stage));
         slot.advance();
@@ -198,7 +198,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
       }
     }
   } else {
-    registers_up<(L::kNumWg == 3) ? 160 : 232>();
+    registers_up<L::kNumWg == 4 ? 112 : L::kNumWg == 3 ? 160 : 232>();
     const int wg = warp / 4 - 1;
     const int tid = threadIdx.x - 128 * (wg + 1);
     const int row_in_wg = (warp & 3) * 16 + lane / 4;
@@ -211,8 +211,8 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
     using M = Math<D, DV, T>;
     M m;
     const auto release = [&](uint32_t bar) { if (lane == 0) mbar_arrive(bar); };
-    const auto take_token = [&] { if (kToken) named_sync(4 + wg, 256); };
-    const auto pass_token = [&](int place) { if (kToken == place && kToken) named_arrive(4 + (wg + 1) % L::kNumWg, 256); };
+    const auto take_token = [&] { if (kToken) named_sync(8 + wg, 256); };
+    const auto pass_token = [&](int place) { if (kToken == place && kToken) named_arrive(8 + (wg + 1) % L::kNumWg, 256); };
     if (wg == L::kNumWg - 1) pass_token(kToken);
     for (;;) {
       mbar_wait(slot_full(slot.stage), slot.phase);
@@ -421,9 +421,11 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
 #pragma unroll 1
           for (; j >= mine.start; --j) step_plain(is_masked(), whole);
         } else {
-          if (MODE == kCausal && j >= mine.whole_end && visible<MODE>(p, t, row0 + rows - 1).end - j * BN <= BN / 2) {
-            step_plain(Yes{}, std::integral_constant<int, BN / 2>{});
-            --j;
+          if constexpr (MODE == kCausal && BN == 128) {  // half a tile where the diagonal needs no more
+            if (j >= mine.whole_end && visible<MODE>(p, t, row0 + rows - 1).end - j * BN <= BN / 2) {
+              step_plain(Yes{}, std::integral_constant<int, BN / 2>{});
+              --j;
+            }
           }
           for (; j >= mine.whole_end; --j) step_plain(Yes{}, whole);
           for (; j >= 0; --j) step_plain(No{}, whole);

@@ -87,7 +87,7 @@ template <int D, int DV> struct Layout {
   static constexpr int kBars = kV + kStages * kVTile;
   static constexpr int kNumBars = 4 * kStages + 2 * kQBufs * kNumWg + 5;
   static constexpr int kSlots = (kBars + kNumBars * 8 + 15) / 16 * 16;  // two tiles in flight
-  static constexpr int kBytes = kSlots + 2 * 96 + 1024;       // 1,024: the base is aligned by hand
+  static constexpr int kBytes = kSlots + 2 * 112 + 1024;       // 1,024: the base is aligned by hand
   static_assert(kBytes <= 232448, "more shared memory than a block can have");
 };
 
@@ -100,9 +100,9 @@ struct alignas(16) Tile {
   int kv_head, q0, k0, len_q, len_k, batch;
   int key_start, key_end;  // kFeatures: keys that some row of the tile sees lie between
   int unused[2];
-  Part part[3];            // kFeatures
+  Part part[4];            // kFeatures
 };
-static_assert(sizeof(Tile) == 96, "as Layout has it");
+static_assert(sizeof(Tile) == 112, "as Layout has it");
 
 struct Keys { int start, end; };  // empty where start = end
 
@@ -152,8 +152,8 @@ __device__ __forceinline__ Part part_of(const ForwardParams& p, const AnyTile& t
 // Tile number -> tile; false when the sequence has no such tile. Order: sections whose K and V fit in L2 together. Where later
 // rows see more, longest first inside a section, and the shortest quarter of all sections is kept for the end (a sixteenth of
 // the work), where it fills the gaps that the last long tiles leave.
-template <int BN, int MODE> __device__ __forceinline__ bool tile_at(const ForwardParams& p, int i, volatile Tile& t) {
-  constexpr int BM = Chosen::kNumWg * 64;
+template <int NUM_WG, int BN, int MODE> __device__ __forceinline__ bool tile_at(const ForwardParams& p, int i, volatile Tile& t) {
+  constexpr int BM = NUM_WG * 64;
   const bool longest_first = MODE == kCausal || (MODE == kFeatures && p.longest_first);
   const int num_m = (p.seqlen_q_max + BM - 1) / BM;
   const int all_units = p.batch * p.num_kv_heads;
@@ -195,7 +195,7 @@ template <int BN, int MODE> __device__ __forceinline__ bool tile_at(const Forwar
     t.key_start = keys.start;
     t.key_end = keys.end;
 #pragma unroll 1
-    for (int w = 0; w < Chosen::kNumWg; ++w) {
+    for (int w = 0; w < NUM_WG; ++w) {
       const int first = t.row0 + 64 * w, rows = min(64, t.len_q - first);
       if (first < 0 || rows <= 0) continue;
       const Part part = part_of<BN, MODE>(p, t, first, rows);

@@ -129,9 +129,9 @@ pub struct Forward {
     pub softmax_scale: f32,
 }
 
-/// Mirrors `ForwardParams` of the kernel.
+/// Mirrors `ForwardParams` of the kernels.
 #[repr(C)]
-struct Params {
+pub(super) struct Params {
     lse: Address,
     o: Address,
     cu_q: Address,
@@ -182,16 +182,9 @@ const TOKENS_MAX: u32 = 1 << 30;
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
 impl Forward {
-    fn check(&self) -> Result<(), Error> {
+    /// What holds for every element type.
+    pub(super) fn check(&self) -> Result<(), Error> {
         let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
-        let dims = (self.head_dim, self.head_dim_v);
-        if ![(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)].contains(&dims) {
-            return bad(
-                "head_dim, head_dim_v",
-                format!("{dims:?}"),
-                "64, 96, 128, 192, 256 for both, 192 and 128",
-            );
-        }
         if self.num_kv_heads == 0 || !self.num_q_heads.is_multiple_of(self.num_kv_heads) {
             let asked = format!("{} query heads on {} kv heads", self.num_q_heads, self.num_kv_heads);
             return bad("num_q_heads", asked, "a multiple of num_kv_heads");
@@ -322,26 +315,9 @@ impl Forward {
         units.div_ceil(sections.max(1)).max(1) as u32
     }
 
-    /// Puts the kernel on the device's stream.
-    ///
-    /// # Safety
-    /// The operands cover their shapes, the prefix sums are ascending and end at total_q and total_k, the page table covers
-    /// the lengths, and all of it stays valid until the stream has run the kernel. `o` and `lse` overlap nothing.
-    pub unsafe fn launch(&self, gpu: &Gpu) -> Result<(), Error> {
-        self.check()?;
-        if self.total_q == 0 || self.batch == 0 {
-            return Ok(());
-        }
-        let cubin = format!("forward_{}_{}_{}", self.head_dim, self.head_dim_v, self.dtype.name());
-        let [num_wg, block_n, smem] = gpu.constants(&cubin, "forward_tiling")?;
-        let rows = |x: &Operand, dim: u32| {
-            let dims = [u64::from(dim), u64::from(self.total_q), u64::from(self.num_q_heads)];
-            encode(self.dtype, x.address, &dims, &[x.token_stride, x.head_stride], &[64, 64, 1])
-        };
-        let (mut q, mut o) = (rows(&self.q, self.head_dim)?, rows(&self.o, self.head_dim_v)?);
-        let (mut k, mut v, box_rows) = self.key_value_maps(block_n)?;
+    pub(super) fn params(&self, box_rows: u32) -> Params {
         let scale = if self.changes_scores() { std::f32::consts::LN_2 } else { self.softmax_scale };
-        let mut params = Params {
+        Params {
             lse: self.lse,
             o: self.o.address,
             cu_q: self.cu_seqlens_q.unwrap_or(0),
@@ -359,9 +335,42 @@ impl Forward {
             scale,
             scale_log2: if self.changes_scores() { 1.0 } else { scale * LOG2_E },
             features: self.features(box_rows),
+        }
+    }
+
+    /// Blocks for tiles of 64 * num_wg rows: one a multiprocessor, or one a tile where those are fewer.
+    pub(super) fn blocks(&self, gpu: &Gpu, num_wg: u32) -> u32 {
+        (self.seqlen_q_max.div_ceil(num_wg * 64) * self.batch * self.num_q_heads).min(gpu.num_sms)
+    }
+
+    /// Puts the kernel on the device's stream.
+    ///
+    /// # Safety
+    /// The operands cover their shapes, the prefix sums are ascending and end at total_q and total_k, the page table covers
+    /// the lengths, and all of it stays valid until the stream has run the kernel. `o` and `lse` overlap nothing.
+    pub unsafe fn launch(&self, gpu: &Gpu) -> Result<(), Error> {
+        let dims = (self.head_dim, self.head_dim_v);
+        if ![(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)].contains(&dims) {
+            return Err(Error::Unsupported {
+                field: "head_dim, head_dim_v",
+                asked: format!("{dims:?}"),
+                supported: "64, 96, 128, 192, 256 for both, 192 and 128",
+            });
+        }
+        self.check()?;
+        if self.total_q == 0 || self.batch == 0 {
+            return Ok(());
+        }
+        let cubin = format!("forward_{}_{}_{}", self.head_dim, self.head_dim_v, self.dtype.name());
+        let [num_wg, block_n, smem] = gpu.constants(&cubin, "forward_tiling")?;
+        let rows = |x: &Operand, dim: u32| {
+            let dims = [u64::from(dim), u64::from(self.total_q), u64::from(self.num_q_heads)];
+            encode(self.dtype, x.address, &dims, &[x.token_stride, x.head_stride], &[64, 64, 1])
         };
+        let (mut q, mut o) = (rows(&self.q, self.head_dim)?, rows(&self.o, self.head_dim_v)?);
+        let (mut k, mut v, box_rows) = self.key_value_maps(block_n)?;
+        let mut params = self.params(box_rows);
         let kernel = gpu.kernel(&cubin, self.kernel_name(), smem)?;
-        let tiles = self.seqlen_q_max.div_ceil(num_wg * 64) * self.batch * self.num_q_heads;
         let mut args: [*mut c_void; 5] = [
             (&raw mut q).cast(),
             (&raw mut k).cast(),
@@ -370,7 +379,7 @@ impl Forward {
             (&raw mut params).cast(),
         ];
         // SAFETY: the five values are the kernel's parameters in order; the caller vouches for the addresses.
-        unsafe { gpu.launch(kernel, (tiles.min(gpu.num_sms), 1, 1), (num_wg + 1) * 128, smem, &mut args) }
+        unsafe { gpu.launch(kernel, (self.blocks(gpu, num_wg), 1, 1), (num_wg + 1) * 128, smem, &mut args) }
     }
 }
 
