@@ -25,7 +25,6 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
   constexpr int kToken = Chosen::kToken;
   // With one q buffer, o leaves from registers: the next q then comes in under the last softmax and P v of this tile.
   constexpr bool kDirect = L::kQBufs == 1;
-  constexpr bool kOverlap = Chosen::kOverlap && (MODE != kFeatures || L::kNumWg == 2);  // 160 registers do not hold both
   extern __shared__ uint8_t smem_raw[];
   const uint32_t base = (smem_addr(smem_raw) + 1023) & ~1023u;
   const uint32_t bars = base + L::kBars;
@@ -204,7 +203,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
     const int row_in_wg = (warp & 3) * 16 + lane / 4;
     Ring<L::kStages> k_ring, vr;
     // Without overlap K and V go in step; only the features are short of registers (the causal kernel is worse for it).
-    Ring<L::kStages>& kr = MODE == kFeatures && !kOverlap ? vr : k_ring;
+    Ring<L::kStages>& kr = MODE == kFeatures && !Chosen::kOverlap ? vr : k_ring;
     Ring<L::kQBufs> qring;
     Ring<2> slot;
     uint32_t q_phase = 0;  // bit b: parity of q buffer b, which is loaded only when the warpgroup has rows
@@ -399,13 +398,18 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
         mbar_wait(q_full(qring.stage, wg), (q_phase >> qring.stage) & 1);
         q_phase ^= 1u << qring.stage;
         if (kDirect && j < mine.start) release(q_done(qring.stage, wg));
-        if constexpr (kOverlap) {
+        if constexpr (Chosen::kOverlap) {
           if (j >= mine.start) {
             if constexpr (MODE == kFeatures) {
+              const int first = mine.start, whole_start = max(first, mine.whole_start), whole_end = max(first, mine.whole_end);
               step_first(is_masked());
               --j;
 #pragma unroll 1
-              for (; j >= mine.start; --j) step_overlap(is_masked());
+              for (; j >= whole_end; --j) step_overlap(Yes{});
+#pragma unroll 1
+              for (; j >= whole_start; --j) step_overlap(No{});
+#pragma unroll 1
+              for (; j >= first; --j) step_overlap(Yes{});
             } else {
               if (j >= mine.whole_end) step_first(Yes{}); else step_first(No{});
               --j;
@@ -418,8 +422,13 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
             done_v();
           }
         } else if constexpr (MODE == kFeatures) {
+          const int first = mine.start, whole_start = max(first, mine.whole_start), whole_end = max(first, mine.whole_end);
 #pragma unroll 1
-          for (; j >= mine.start; --j) step_plain(is_masked(), whole);
+          for (; j >= whole_end; --j) step_plain(Yes{}, whole);
+#pragma unroll 1
+          for (; j >= whole_start; --j) step_plain(No{}, whole);
+#pragma unroll 1
+          for (; j >= first; --j) step_plain(Yes{}, whole);
         } else {
           if constexpr (MODE == kCausal && BN == 128) {  // half a tile where the diagonal needs no more
             if (j >= mine.whole_end && visible<MODE>(p, t, row0 + rows - 1).end - j * BN <= BN / 2) {

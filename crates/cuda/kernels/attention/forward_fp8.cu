@@ -1,7 +1,7 @@
 // Exact attention forward for Hopper (sm_90a) over e4m3 q, k and v: f32 softmax, bf16 o and natural-log lse out.
 // Not here: pages and features (forward.cu), quantisation. Built once per HEAD_DIM; each cubin holds a full and a causal kernel.
 //
-// 8-bit products take both operands with the summed dimension contiguous, so v must be transposed: one producer warp does it, tile
+// 8-bit products take both operands with the summed dimension contiguous, so v must be transposed: two producer warps do it, tile
 // by tile (ldmatrix.trans, byte permutes, stmatrix). The order in which it leaves keys within a group of 16 is the order in which
 // a thread's scores already lie, so that P needs no shuffles; columns of v leave in an order that o undoes at the end.
 // The matrix unit sums 8-bit products with fewer bits than f32 has: each tile's P v starts from zero and is added to o in f32.
@@ -44,7 +44,11 @@ template <int D> struct Fp8Layout {
   static_assert(kBytes <= 232448, "more shared memory than a block can have");
 };
 
-// Everything goes by one count of key tiles: tile n lies in stage n % STAGES. Powers of two, for want of registers.
+// Every role goes by one word, for want of registers: key tiles so far (key tile n lies in stage n % STAGES, a power of two), from
+// bit 29 the parity of the next q, and from bit 30 tiles so far, modulo 4.
+constexpr uint32_t kOneQ = 1u << 29, kOneTile = 1u << 30;
+__device__ __forceinline__ int slot_of(uint32_t n) { return n >> 30 & 1; }
+__device__ __forceinline__ uint32_t slot_parity(uint32_t n) { return n >> 31; }
 template <int STAGES> __device__ __forceinline__ int stage_of(uint32_t n) { return n % STAGES; }
 template <int STAGES> __device__ __forceinline__ uint32_t parity_of(uint32_t n) { return n / STAGES & 1; }
 
@@ -57,18 +61,18 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
   return r;
 }
 
-// One tile of v, [128 keys, D] -> [D, 128 keys], by one warp. Within 16 keys: position 4c + i holds key 2c + i % 2 + 8 * (i / 2).
+// Half of one tile of v, [64 keys of 128, D] -> [D, 64 keys of 128], by one warp of two. Within 16 keys: position 4c + i holds key 2c + i % 2 + 8 * (i / 2).
 // Within 16 columns: row g holds column 2g, row 8 + g column 2g + 1. Both sides swizzled, without bank conflicts.
-template <int CHUNKS> __device__ __forceinline__ void transpose_tile(uint32_t from, uint32_t to, int lane) {
+template <int CHUNKS> __device__ __forceinline__ void transpose_half(uint32_t from, uint32_t to, int half, int lane) {
   const int r = lane & 7, m = lane >> 3;
   // ldmatrix: matrices 0, 1: keys 0-7 and 8-15 of 16 columns; 2, 3: of the next 16. stmatrix: even and odd columns of the same.
-  from += (r + 8 * (m & 1)) * 128 + ((m >> 1) ^ r) * 16;
+  from += (64 * half + r + 8 * (m & 1)) * 128 + ((m >> 1) ^ r) * 16;
   to += (r + 8 * (m & 1) + 16 * (m >> 1)) * 128 + r * 16;
   constexpr int kBatch = 2;  // loads in flight
 #pragma unroll 1
-  for (int c = 0; c < CHUNKS; ++c, to += 128 * 128)
+  for (int c = 0; c < CHUNKS; ++c, from += 64 * 128, to += 128 * 128)
 #pragma unroll 1
-    for (int keys = 0; keys < 8; ++keys, from += 16 * 128)
+    for (int keys = 4 * half; keys < 4 * half + 4; ++keys, from += 16 * 128)
 #pragma unroll
       for (int columns = 0; columns < 8; columns += 2 * kBatch) {
         uint32_t a[kBatch][4];
@@ -101,8 +105,8 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < S::kKStages; ++s) { mbar_init(bar(k_full + s), 1); mbar_init(bar(k_empty + s), 4 * S::kNumWg); }
-    for (int s = 0; s < S::kVStages; ++s) { mbar_init(bar(v_full + s), 1); mbar_init(bar(v_empty + s), 1); }
-    for (int s = 0; s < S::kTStages; ++s) { mbar_init(bar(t_full + s), 1); mbar_init(bar(t_empty + s), 4 * S::kNumWg); }
+    for (int s = 0; s < S::kVStages; ++s) { mbar_init(bar(v_full + s), 1); mbar_init(bar(v_empty + s), 2); }
+    for (int s = 0; s < S::kTStages; ++s) { mbar_init(bar(t_full + s), 2); mbar_init(bar(t_empty + s), 4 * S::kNumWg); }
     for (int w = 0; w < S::kNumWg; ++w) { mbar_init(bar(q_full + w), 1); mbar_init(bar(q_done + w), 4); }
     for (int b = 0; b < 2; ++b) { mbar_init(bar(slot_full + b), 1); mbar_init(bar(slot_empty + b), 3 + 4 * S::kNumWg); }
     mbar_init(bar(draw), 1);
@@ -112,42 +116,23 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
     tma_prefetch_map(v_map);
   }
   __syncthreads();
-  uint32_t num_tiles = 0, n = 0;  // tiles so far, key tiles so far
+  uint32_t n = 0;
 
   if (warp < 4) {
     registers_down<(S::kNumWg == 3) ? 32 : 40>();
-    const auto next_tile = [&](Tile& t) {  // one lane; false at the end
-      mbar_wait(bar(slot_full + stage_of<2>(num_tiles)), parity_of<2>(num_tiles));
-      t = slots[stage_of<2>(num_tiles)];
-      mbar_arrive(bar(slot_empty + stage_of<2>(num_tiles++)));
-      return t.head >= 0;
-    };
     const auto last_key_tile = [&](const auto& t) { return key_tiles<BN, MODE>(tile_keys<BM, MODE>(p, t)).end - 1; };
-    if (warp == 3 && lane == 0) {  // draws tiles and works them out
-      const int total = (p.seqlen_q_max + BM - 1) / BM * p.batch * p.num_kv_heads * p.group_size;
-      int i = blockIdx.x;
-      for (uint32_t asked = 0;; asked ^= 1) {
-        Tile& t = slots[stage_of<2>(num_tiles)];
-        mbar_wait(bar(slot_empty + stage_of<2>(num_tiles)), parity_of<2>(num_tiles) ^ 1);
-        while (i < total && !tile_at<S::kNumWg, BN, MODE>(p, i, t)) i = gridDim.x + atomicAdd(p.counter, 1);
-        if (i >= total) t.head = -1;
-        mbar_arrive(bar(slot_full + stage_of<2>(num_tiles++)));
-        if (i >= total) break;
-        mbar_wait(bar(draw), asked);
-        i = gridDim.x + atomicAdd(p.counter, 1);
-      }
-      if (atomicAdd(p.counter + 1, 1) == (int)gridDim.x - 1) {  // every block has drawn its last
-        p.counter[0] = 0;
-        p.counter[1] = 0;
-      }
-    } else if (warp == 0 && lane == 0) {  // K and V
+    if (warp == 0 && lane == 0) {  // K and V
       Tile t;
       const auto load = [&](uint32_t to, const CUtensorMap* map, uint32_t full, int token) {
         mbar_expect(full, L::kTile);
 #pragma unroll
         for (int c = 0; c < L::kChunks; ++c) tma_load_3d(to + c * L::kChunk, map, full, c * 128, token, t.kv_head);
       };
-      while (next_tile(t)) {
+      for (;; n += kOneTile) {
+        mbar_wait(bar(slot_full + slot_of(n)), slot_parity(n));
+        t = slots[slot_of(n)];
+        mbar_arrive(bar(slot_empty + slot_of(n)));
+        if (t.head < 0) break;
         int j = last_key_tile(t);
         const int draw_at = min(j, 2);
         if (j < 0) mbar_arrive(bar(draw));
@@ -161,65 +146,73 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
           if (j == draw_at) mbar_arrive(bar(draw));  // as in forward.cu
         }
       }
-    } else if (warp == 2) {  // transposes V
-      for (;; ++num_tiles) {
-        mbar_wait(bar(slot_full + stage_of<2>(num_tiles)), parity_of<2>(num_tiles));
-        const volatile Tile& t = slots[stage_of<2>(num_tiles)];
+    } else if (warp >= 2) {  // transpose V, half a tile each
+      for (;; n += kOneTile) {
+        mbar_wait(bar(slot_full + slot_of(n)), slot_parity(n));
+        const volatile Tile& t = slots[slot_of(n)];
         if (t.head < 0) break;
+        int tail = t.len_k, j = last_key_tile(t);  // tail: keys from the first of tile j to the end
+        tail -= j * BN;
+        __syncwarp();
+        if (lane == 0) mbar_arrive(bar(slot_empty + slot_of(n)));
 #pragma unroll 1
-        for (int j = last_key_tile(t); j >= 0; --j, ++n) {
+        for (; j >= 0; --j, ++n, tail += BN) {
           const int v = stage_of<S::kVStages>(n), transposed = stage_of<S::kTStages>(n);
           const uint32_t from = base + L::kV + v * L::kTile;
           mbar_wait(bar(v_full + v), parity_of<S::kVStages>(n));
-          const int tail = t.len_k - j * BN;
           if (tail < BN) {  // rows past the sequence may hold anything, and 0 * NaN is NaN
-            for (int i = tail * 8 + lane; i < BN * 8; i += 32)
+            for (int i = max(tail, 64 * (warp - 2)) * 8 + lane; i < 64 * (warp - 1) * 8; i += 32)
               for (int c = 0; c < L::kChunks; ++c)
                 asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(from + c * L::kChunk + i * 16), "r"(0) : "memory");
             __syncwarp();
           }
           mbar_wait(bar(t_empty + transposed), parity_of<S::kTStages>(n) ^ 1);
-          transpose_tile<L::kChunks>(from, base + L::kT + transposed * L::kTile, lane);
+          transpose_half<L::kChunks>(from, base + L::kT + transposed * L::kTile, warp - 2, lane);
           fence_async_proxy();
           __syncwarp();
           if (lane == 0) { mbar_arrive(bar(v_empty + v)); mbar_arrive(bar(t_full + transposed)); }
         }
-        __syncwarp();
-        if (lane == 0) mbar_arrive(bar(slot_empty + stage_of<2>(num_tiles)));
       }
-    } else if (warp == 1 && lane == 0) {  // q
-      Tile t;
-      uint32_t phases = 0;  // bit w: parity of the next wait on q_done
-      uint32_t used = 0;    // bit w: the buffer has held a q
-      while (next_tile(t)) {
+    } else if (warp == 1 && lane == 0) {  // draws tiles, works them out and loads their q
+      const int total = (p.seqlen_q_max + BM - 1) / BM * p.batch * p.num_kv_heads * p.group_size;
+      uint32_t phases = ~0u;  // bit w: parity of the next wait on q_done; the first falls through
+      for (int i = blockIdx.x;; i = gridDim.x + atomicAdd(p.counter, 1)) {
+        volatile Tile& t = slots[slot_of(n)];
+        mbar_wait(bar(slot_empty + slot_of(n)), slot_parity(n) ^ 1);
+        while (i < total && !tile_at<S::kNumWg, BN, MODE>(p, i, t)) i = gridDim.x + atomicAdd(p.counter, 1);
+        if (i >= total) t.head = -1;
+        mbar_arrive(bar(slot_full + slot_of(n)));
+        if (i >= total) break;
         for (int w = 0; w < S::kNumWg; ++w) {
           const int row = t.row0 + w * 64;
           if (row < 0 || row >= t.len_q) continue;
-          if (used >> w & 1) {
-            mbar_wait(bar(q_done + w), phases >> w & 1);
-            phases ^= 1u << w;
-          }
-          used |= 1u << w;
+          mbar_wait(bar(q_done + w), phases >> w & 1);
+          phases ^= 1u << w;
           mbar_expect(bar(q_full + w), L::kQWg);
 #pragma unroll
           for (int c = 0; c < L::kChunks; ++c)
             tma_load_3d(base + w * L::kQWg + c * L::kQChunk, q_map, bar(q_full + w), c * 128, t.q0 + row, t.head);
         }
+        mbar_wait(bar(draw), slot_of(n));
+        n += kOneTile;
+      }
+      if (atomicAdd(p.counter + 1, 1) == (int)gridDim.x - 1) {  // every block has drawn its last
+        p.counter[0] = 0;
+        p.counter[1] = 0;
       }
     }
   } else {
     registers_up<(S::kNumWg == 3) ? 160 : 232>();
     const int wg = warp / 4 - 1;
     const int row_in_wg = (warp & 3) * 16 + lane / 4;
-    constexpr uint32_t kQParity = 1u << 31;  // of num_tiles: parity of the next q, for want of a register
     float o[L::kChunks][64];
     const auto release = [&](int b) { if (lane == 0) mbar_arrive(bar(b)); };
     const auto take_token = [&] { named_sync(8 + wg, 256); };
     const auto pass_token = [&](int place) { if (S::kToken == place) named_arrive(8 + (wg + 1) % S::kNumWg, 256); };
     if (wg == S::kNumWg - 1) pass_token(S::kToken);
-    for (;; release(slot_empty + stage_of<2>(num_tiles++))) {
-      mbar_wait(bar(slot_full + stage_of<2>(num_tiles)), parity_of<2>(num_tiles));
-      const volatile Tile& t = slots[stage_of<2>(num_tiles)];  // read where it lies: registers are short
+    for (;; release(slot_empty + slot_of(n)), n += kOneTile) {
+      mbar_wait(bar(slot_full + slot_of(n)), slot_parity(n));
+      const volatile Tile& t = slots[slot_of(n)];  // read where it lies: registers are short
       if (t.head < 0) break;
       const int row0 = t.row0 + wg * 64;
       const int rows = row0 < 0 ? 0 : min(64, t.len_q - row0);
@@ -252,8 +245,8 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         for (int i = 0; i < 64; ++i) o[c][i] = 0.f;
 #pragma unroll 1
       for (; j >= mine.end; --j) skip();
-      mbar_wait(bar(q_full + wg), num_tiles / kQParity);
-      num_tiles ^= kQParity;
+      mbar_wait(bar(q_full + wg), n / kOneQ & 1);
+      n ^= kOneQ;
       if (j < 0) release(q_done + wg);
       const uint32_t qd = desc_low(base + wg * L::kQWg, 0);
 #pragma unroll 1
