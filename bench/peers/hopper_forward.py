@@ -36,8 +36,8 @@ def timed(call, repeats, warm):
 
 
 def median_ms(call, repeats):
-    """After a quarter of a second of work, as suanpan-gpu-bench: the power limit then holds the clock where it stays."""
-    return timed(call, repeats, int(250 / timed(call, 3, 3)))
+    """After 0.15 s of work, as suanpan-gpu-bench: the power limit then holds the clock where it stays."""
+    return timed(call, repeats, int(150 / timed(call, 3, 3)))
 
 
 def number(mask, prefix):
@@ -159,7 +159,7 @@ def main():
     if len(sys.argv) > 8:
         conditions = {
             "phase": "prefill", "device": torch.cuda.get_device_name(), "clocks": "not controlled, 700 W limit", 
-            "dropout": "none", "backend": "suanpan-cuda", "cache_state": "random normal q, k, v, launches back to back after 0.25 s of them",
+            "dropout": "none", "backend": "suanpan-cuda", "cache_state": "random normal q, k, v, launches back to back after 0.15 s of them",
             "flops": "2 pairs heads (head_dim + head_dim_v), pairs of a causal square by half", "rounds": rounds, "launches_a_round": repeats,
         }
         with open(sys.argv[8], "w") as f:

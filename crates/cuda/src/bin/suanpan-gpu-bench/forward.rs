@@ -150,9 +150,9 @@ fn report(
     (dims, name): (u32, &str),
     (batch, seqlen, heads, columns): (u32, u32, u32, u32),
 ) -> Result<(), Error> {
-    // A quarter of a second of work first: the power limit then holds the clock where it stays.
+    // 0.15 s of work first: the power limit then holds the clock where it stays.
     let once = time_us(gpu, 3, 3, &mut launch)?;
-    let us = time_us(gpu, repeats, (250_000.0 / once) as usize, &mut launch)?;
+    let us = time_us(gpu, repeats, (150_000.0 / once) as usize, &mut launch)?;
     let square = f64::from(seqlen) * f64::from(seqlen);
     let pairs = match asked.mask {
         Mask::FULL => square,
