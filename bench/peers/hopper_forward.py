@@ -3,6 +3,7 @@
 
 usage: hopper_forward.py DIMS MASKS LENGTHS REPEATS ROUNDS PEERS [OUR BENCH BINARY] [RECORD INPUT]
        e.g. 64,128,256 full,causal 2048,8192,16384,32768 10 3 fa3,cudnn ./suanpan-gpu-bench forward.json
+Several groups of cells: the first three arguments as lists separated by "/".
 Each round takes a head dim and a mask at a time, first ours, then the peers; a cell's figure is the median over the rounds.
 With the last argument it writes what `cargo xtask record` takes. Masks as in suanpan-gpu-bench; a peer that lacks one is left out.
 """
@@ -143,18 +144,19 @@ def row_of(cell, times, versions):
 
 
 def main():
-    dims = [(192, 128) if x == "192128" else (int(x), int(x)) for x in sys.argv[1].split(",")]
-    masks, lengths = sys.argv[2].split(","), [int(x) for x in sys.argv[3].split(",")]
+    groups = [([(192, 128) if x == "192128" else (int(x), int(x)) for x in dims.split(",")], masks.split(","), [int(x) for x in lengths.split(",")])
+              for dims, masks, lengths in zip(*(a.split("/") for a in sys.argv[1:4]), strict=True)]
     repeats, rounds, peers = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6].split(",")
     ours = sys.argv[7].split(",") if len(sys.argv) > 7 else []
     versions = {"fa3": "FlashAttention-3 3.0.0.post20260810", "cudnn": f"cuDNN {torch.backends.cudnn.version()} by PyTorch {torch.__version__}"}
-    cells = {(d, m, s): defaultdict(list) for d in dims for m in masks for s in lengths}
+    cells = {(d, m, s): defaultdict(list) for dims, masks, lengths in groups for d in dims for m in masks for s in lengths}
     for _ in range(rounds):
-        for d in dims:
-            for m in masks:
-                for binary in ours:
-                    our_round(binary, d, m, lengths, repeats, cells)
-                peers_round(d, m, lengths, repeats, peers, cells)
+        for dims, masks, lengths in groups:
+            for d in dims:
+                for m in masks:
+                    for binary in ours:
+                        our_round(binary, d, m, lengths, repeats, cells)
+                    peers_round(d, m, lengths, repeats, peers, cells)
     rows = [row_of(cell, times, versions) for cell, times in cells.items() if times]
     if len(sys.argv) > 8:
         conditions = {

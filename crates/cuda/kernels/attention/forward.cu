@@ -56,7 +56,6 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
       for (int w = 0; w < L::kNumWg; ++w) { mbar_init(q_full(b, w), 1); mbar_init(q_done(b, w), 4); }
     for (int b = 0; b < 2; ++b) { mbar_init(slot_full(b), 1); mbar_init(slot_empty(b), 3 + 4 * L::kNumWg); }
     mbar_init(draw, 1);
-    store_shared(base + L::kZero, 0.f);
     mbar_init_fence();
     tma_prefetch_map(q_map);
     tma_prefetch_map(k_map);
@@ -248,7 +247,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
         const auto v_at = [&] { return base + L::kV + vr.stage * L::kVTile; };
         const auto issue_scores = [&](auto width) {
           mbar_wait(k_full(kr.stage), kr.phase);
-          if (kToken < 6) take_token();
+          take_token();
           m.template scores<decltype(width)::value>(q, base + L::kK + kr.stage * L::kKTile);
         };
         const auto scores_here = [&] {
@@ -315,18 +314,6 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
           vr.advance();
         };
         float off[2];
-        // Token 6: one warpgroup at a time takes exponentials. The assembler moves arithmetic across barriers, but no load: hang
-        // them on one. And a sum of exponentials is not negative, which it does not know: it has to have them before it passes.
-        const auto take_exponentials = [&](float (&off)[2]) {
-          if (kToken < 6) return;
-          take_token();
-          const float zero = load_shared(base + L::kZero);
-          off[0] += zero;
-          off[1] += zero;
-        };
-        const auto pass_exponentials = [&] {
-          named_arrive(8 + (wg + 1) % L::kNumWg + (m.part[0][0] + m.part[0][1] + m.part[1][0] + m.part[1][1] < 0.f), 256);
-        };
         const auto step_plain = [&](auto masked, auto width) {
           constexpr int W = decltype(width)::value;
           issue_scores(width);
@@ -342,7 +329,6 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
           if (m.template new_max<W>(p.scale_log2)) { m.rescale_sum(); m.rescale_o(); }
           pass_token(4);
           m.offsets(off, p.scale_log2);
-          take_exponentials(off);
 #pragma unroll
           for (int g = 0; g < M::kGroups; ++g) {  // the products of one piece run while the next piece's exponentials are taken
             constexpr int per = W / 2 / M::kGroups, steps = W / 16 / M::kGroups;
@@ -352,7 +338,6 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
             m.products(v_at(), g * steps, (g + 1) * steps);
             if (g == 0) pass_token(5);
           }
-          if (kToken == 6) pass_exponentials();
           m.close_sum();
           wgmma_wait<0>();
           done_v();
@@ -360,12 +345,9 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
         const auto soften = [&] {  // exponentials of a tile whose scores have arrived
           m.rescale_sum();
           m.offsets(off, p.scale_log2);
-          take_exponentials(off);
           m.exponentials(0, BN / 4, off, p.scale_log2);
           pass_token(5);
-          if (kToken == 7) pass_exponentials();
           m.exponentials(BN / 4, BN / 2, off, p.scale_log2);
-          if (kToken == 6) pass_exponentials();
           m.close_sum();
         };
         const auto step_first = [&](auto masked) {

@@ -58,13 +58,13 @@ struct ForwardParams {
 // Found by search on one H200 (docs/cuda-attn-notes.md). Three math warpgroups leave 160 registers a thread, two leave 232. With
 // overlap a warpgroup computes the next tile's scores beside this tile's P v, at the price of S and P living at once.
 // kToken: where in its step a warpgroup passes the token: 1 when q k^T is issued, 2 at its half, 3 when it is done, 4 after
-// the maxima, 5 amid the exponentials; 0 is no token. 6: the token is for the exponentials alone.
+// the maxima, 5 amid the exponentials; 0 is no token.
 template <int D, int DV> struct Shape;
-template <> struct Shape<64, 64>   { static constexpr int kNumWg = 3, kBn = 128, kStages = 4, kQBufs = 2, kToken = 1; static constexpr bool kOverlap = true; };
+template <> struct Shape<64, 64>   { static constexpr int kNumWg = 3, kBn = 128, kStages = 4, kQBufs = 2, kToken = 0; static constexpr bool kOverlap = true; };
 template <> struct Shape<96, 96>   { static constexpr int kNumWg = 3, kBn = 128, kStages = 2, kQBufs = 2, kToken = 2; static constexpr bool kOverlap = false; };
 template <> struct Shape<128, 128> { static constexpr int kNumWg = 3, kBn = 128, kStages = 2, kQBufs = 2, kToken = 2; static constexpr bool kOverlap = false; };
 template <> struct Shape<192, 128> { static constexpr int kNumWg = 2, kBn = 128, kStages = 2, kQBufs = 1, kToken = 1; static constexpr bool kOverlap = true; };
-template <> struct Shape<192, 192> { static constexpr int kNumWg = 2, kBn = 96, kStages = 2, kQBufs = 1, kToken = 4; static constexpr bool kOverlap = true; };
+template <> struct Shape<192, 192> { static constexpr int kNumWg = 2, kBn = 96, kStages = 2, kQBufs = 1, kToken = 1; static constexpr bool kOverlap = true; };
 template <> struct Shape<256, 256> { static constexpr int kNumWg = 2, kBn = 64, kStages = 2, kQBufs = 1, kToken = 1; static constexpr bool kOverlap = true; };
 #ifdef VARIANT  // V_*: for the search only
 struct Chosen { static constexpr int kNumWg = V_WG, kBn = V_BN, kStages = V_STAGES, kQBufs = V_QBUFS, kToken = V_TOKEN; static constexpr bool kOverlap = V_OVERLAP; };
@@ -87,7 +87,7 @@ template <int D, int DV> struct Layout {
   static constexpr int kBars = kV + kStages * kVTile;
   static constexpr int kNumBars = 4 * kStages + 2 * kQBufs * kNumWg + 5;
   static constexpr int kSlots = (kBars + kNumBars * 8 + 15) / 16 * 16;  // two tiles in flight
-  static constexpr int kZero = kSlots + 2 * 112;               // a float that is zero
+  static constexpr int kZero = kSlots + 2 * 112;               // a float of shared memory that `not_negative` never writes
   static constexpr int kBytes = kZero + 16 + 1024;             // 1,024: the base is aligned by hand
   static_assert(kBytes <= 232448, "more shared memory than a block can have");
 };
