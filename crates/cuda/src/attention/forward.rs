@@ -44,8 +44,8 @@ impl Paged {
     pub fn check_ids(&self, table: &[i32], lens: &[SeqLen], mask: &Mask) -> Result<(), Error> {
         let (page_size, pages_max) = (self.page_size.max(1) as usize, self.pages_max as usize);
         for (b, &len) in lens.iter().enumerate() {
-            let keys = mask.visible_hull(len, 0..len.seqlen_q);
-            for page in keys.start / page_size..keys.end.div_ceil(page_size).max(keys.start / page_size) {
+            let pages = mask.visible_hull(len, 0..len.seqlen_q).tiles(page_size);
+            for page in pages.into_iter().flatten() {
                 let id = (page < pages_max).then(|| table.get(b * pages_max + page)).flatten();
                 if !id.is_some_and(|&id| u32::try_from(id).is_ok_and(|id| id < self.num_pages)) {
                     let asked =
@@ -208,6 +208,13 @@ impl Forward {
         if tokens > TOKENS_MAX || tiles > 1 << 30 {
             let asked = format!("{tokens} tokens, {tiles} tiles");
             return bad("total_q, total_k", asked, "up to 2^30 tokens and tiles");
+        }
+        if self.mask.sink_tokens > 0 {
+            return bad(
+                "mask.sink_tokens",
+                self.mask.sink_tokens.to_string(),
+                "0: no leading keys beside a window",
+            );
         }
         if let Some(tree) = self.tree
             && (tree.words < self.seqlen_q_max.div_ceil(32) || tree.words > TOKENS_MAX / 32)

@@ -50,7 +50,7 @@ impl Case {
         for b in 0..self.lens.len() {
             // Keys that no row of the sequence sees are poison.
             let seen = self.mask.visible_hull(self.len(b), 0..self.lens[b].0);
-            for j in (0..self.lens[b].1).filter(|j| !seen.contains(j)) {
+            for j in (0..self.lens[b].1).filter(|&j| !seen.contains(j)) {
                 for x in [&mut k, &mut v] {
                     let stride = x.stride();
                     x.bits[(cu_k[b] as usize + j) * stride..][..stride].fill(NAN16);
@@ -77,7 +77,7 @@ impl Case {
             let Some(bit) = (j + len_q).checked_sub(len_k) else { return true };
             x.tree[token * x.words + bit / 32] >> (bit % 32) & 1 == 1
         };
-        self.mask.visible(self.len(b), i).filter(|&j| !self.tree || in_tree(j)).collect()
+        self.mask.visible(self.len(b), i).keys().filter(|&j| !self.tree || in_tree(j)).collect()
     }
 }
 
@@ -122,7 +122,7 @@ fn paged(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<(Paged, Vec<Buffer>), Error>
     let hostile = [-1, i32::MAX, i32::MIN, num_pages as i32];
     let mut table: Vec<i32> = (0..c.lens.len() * pages_max).map(|i| hostile[i % 4]).collect();
     for (b, ids) in ids.iter().enumerate() {
-        let seen = c.mask.visible_hull(c.len(b), 0..c.lens[b].0);
+        let seen = c.mask.visible_hull(c.len(b), 0..c.lens[b].0).run;
         for page in (0..ids.len()).filter(|p| p * page_size < seen.end && (p + 1) * page_size > seen.start) {
             table[b * pages_max + page] = ids[page] as i32;
         }

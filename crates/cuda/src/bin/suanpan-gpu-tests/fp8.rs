@@ -175,7 +175,7 @@ fn check(c: &Case, x: &Inputs, out: &Output) -> Errors {
         let scale_of =
             |which: usize| if c.scaled { f64::from(x.scales[which][b * c.heads.1 + kv]) } else { 1.0 };
         let (t, k0) = (cu_q[b] as usize + i, cu_k[b] as usize);
-        let keys = c.mask.visible(SeqLen::new(c.lens[b].0, c.lens[b].1), i);
+        let keys = c.mask.visible(SeqLen::new(c.lens[b].0, c.lens[b].1), i).run;
         let factor = f64::from(1.0 / (c.dim as f32).sqrt()) * scale_of(0) * scale_of(1);
         let q: Vec<f64> = x.q.row(t, h).collect();
         let dot = |j: usize| q.iter().zip(x.k.row(k0 + j, kv)).map(|(a, b)| a * b).sum::<f64>();
@@ -185,7 +185,7 @@ fn check(c: &Case, x: &Inputs, out: &Output) -> Errors {
         let at = t * stride + h * c.dim;
         let o: Vec<f32> = out.o[at..at + c.dim].iter().map(|x| from_bits(Dtype::Bf16, *x)).collect();
         let row = reference(&scores, &values, c.dim);
-        let unsure = c.mask.visible(SeqLen::new(c.lens[b].0, c.lens[b].1), i);
+        let unsure = c.mask.visible(SeqLen::new(c.lens[b].0, c.lens[b].1), i).run;
         let unsure = unsure.map(|j| factor * sum_uncertainty(&q, x.k.row(k0 + j, kv))).fold(0.0, f64::max);
         let lse = out.lse[h * total_q + t];
         let close = (f64::from(lse) - row.lse).abs() <= unsure;
