@@ -1,10 +1,18 @@
 #!/usr/bin/env python3
-"""Attention forward of the peers on one Hopper: FlashAttention-3 (flash_attn_interface) and cuDNN through PyTorch, as `suanpan-gpu-bench` times it.
+"""Attention forward on one Hopper, ours beside its peers: FlashAttention-3 (flash_attn_interface) and cuDNN through PyTorch, in turn.
 
-usage: hopper_forward.py DIMS LENGTHS REPEATS PEERS       e.g. 64,128,256 2048,8192,16384,32768 10 fa3,cudnn
+usage: hopper_forward.py DIMS MASKS LENGTHS REPEATS ROUNDS PEERS [OUR BENCH BINARY] [RECORD INPUT]
+       e.g. 64,128,256 full,causal 2048,8192,16384,32768 10 3 fa3,cudnn ./suanpan-gpu-bench forward.json
+Several groups of cells: the first three arguments as lists separated by "/".
+Each round takes a head dim and a mask at a time, first ours, then the peers; a cell's figure is the median over the rounds.
+With the last argument it writes what `cargo xtask record` takes. Masks as in suanpan-gpu-bench; a peer that lacks one is left out.
 """
+import json
+import re
 import statistics
+import subprocess
 import sys
+from collections import defaultdict
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 TOKENS, COLUMNS = 32768, 2048  # tokens in all, heads x head_dim
 
 
-def median_ms(call, repeats, warm=3):
+def timed(call, repeats, warm):
     for _ in range(warm):
         call()
     torch.cuda.synchronize()
@@ -28,30 +36,136 @@ def median_ms(call, repeats, warm=3):
     return statistics.median(a.elapsed_time(b) for a, b in pairs)
 
 
+def median_ms(call, repeats):
+    """After 0.15 s of work, as suanpan-gpu-bench: the power limit then holds the clock where it stays."""
+    return timed(call, repeats, int(150 / timed(call, 3, 3)))
+
+
+def number(mask, prefix):
+    return int(mask[len(prefix):]) if re.fullmatch(prefix + r"\d+", mask) else None
+
+
+def pairs_of(mask, length):
+    window, chunk = number(mask, "window"), number(mask, "chunk")
+    if window:
+        return sum(min(window, i + 1) for i in range(length))
+    if chunk:
+        return sum(i % chunk + 1 for i in range(length))
+    return length * length * (1 if mask in ("full", "fp8full") else 0.5)
+
+
+def fa3(mask, q, k, v):
+    import flash_attn_interface as fa
+    window, chunk, page = number(mask, "window"), number(mask, "chunk"), number(mask, "page")
+    if page:
+        batch, length, heads, dim = k.shape
+        table = torch.randperm(batch * length // page, device="cuda", dtype=torch.int32).view(batch, -1)
+        k, v = (x.reshape(-1, page, heads, x.shape[-1]) for x in (k, v))
+        lens = torch.full((batch,), length, device="cuda", dtype=torch.int32)
+        return lambda: fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, page_table=table, causal=True, num_splits=1)
+    if mask in ("full", "causal"):
+        return lambda: fa.flash_attn_func(q, k, v, causal=mask == "causal")
+    if mask.startswith("fp8"):
+        q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+        return lambda: fa.flash_attn_func(q, k, v, causal=mask == "fp8causal")
+    if window:
+        return lambda: fa.flash_attn_func(q, k, v, causal=True, window_size=(window - 1, 0))
+    if chunk:
+        return lambda: fa.flash_attn_func(q, k, v, causal=True, attention_chunk=chunk)
+    if mask == "sink":
+        sinks = torch.full((q.shape[2],), 0.5, device="cuda", dtype=torch.bfloat16)
+        return lambda: fa.flash_attn_func(q, k, v, causal=True, sinks=sinks)
+    if mask == "softcap":
+        return lambda: fa.flash_attn_func(q, k, v, causal=True, softcap=30.0)
+    return None
+
+
+def cudnn(mask, q, k, v):
+    if mask not in ("full", "causal"):
+        return None
+
+    def call():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=mask == "causal")
+    return call
+
+
+def peers_round(dims, mask, lengths, repeats, peers, times):
+    dim, dim_v = dims
+    heads = COLUMNS // dim_v
+    for length in lengths:
+        batch = max(1, TOKENS // length)
+        q, k, v = (torch.randn(batch, length, heads, d, device="cuda", dtype=torch.bfloat16) for d in (dim, dim, dim_v))
+        for name, make in (("fa3", fa3), ("cudnn", cudnn)):
+            if name not in peers:
+                continue
+            try:
+                call = make(mask, q, k, v)
+                if call:
+                    times[(dims, mask, length)][name].append(median_ms(call, repeats) * 1e3)
+            except Exception as e:  # a build without the feature says so when it is called
+                print(f"{name} d {dims} {mask} S {length}: {type(e).__name__}: {str(e).splitlines()[0][:120]}", flush=True)
+
+
+def our_round(binary, dims, mask, lengths, repeats, times):
+    name = "ours"
+    if "=" in binary:
+        name, binary = binary.split("=")
+    dim = str(dims[0]) if dims[0] == dims[1] else f"{dims[0]}{dims[1]}"
+    command = [*binary.split("+"), "--what", "forward", "--dims", dim, "--masks", mask,
+               "--lens", ",".join(map(str, lengths)), "--repeats", str(repeats)]
+    out = subprocess.run(command, capture_output=True, text=True)
+    if out.returncode:
+        print(f"{name} d {dims} {mask}: {out.stderr.strip()[-200:]}", flush=True)
+    for length, us in re.findall(r"S +(\d+) .*?: +([\d.]+) us", out.stdout):
+        times[(dims, mask, int(length))][name].append(float(us))
+
+
+def row_of(cell, times, versions):
+    dims, mask, length = cell
+    batch, heads = max(1, TOKENS // length), COLUMNS // dims[1]
+    flops = 2 * batch * heads * pairs_of(mask, length) * (dims[0] + dims[1])
+    tflops = {name: flops / statistics.median(us) / 1e6 for name, us in times.items() if us}
+    head_dim = dims[0] if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
+    print(f"d {head_dim} {mask:10} S {length:6} " + " ".join(f"{n} {x:.0f}" for n, x in tflops.items()), end="")
+    kernel = {"full": "forward_full", "causal": "forward_causal", "fp8full": "forward_fp8_full", "fp8causal": "forward_fp8_causal"}.get(mask, "forward_features")
+    times = {name: us for name, us in times.items() if us}
+    row = {"dtype": "e4m3, o bf16" if mask.startswith("fp8") else "bf16", "head_dim": head_dim, "heads": f"{heads} q, {heads} kv", "mask": mask, "lengths": f"{batch} x {length}", "kernel": kernel,
+           "us": statistics.median(times["ours"]) if "ours" in times else None, "tflops": tflops.get("ours"), "runs_us": times.get("ours")}
+    others = {n: x for n, x in tflops.items() if n in versions}
+    for name in others:
+        row[f"{name}_us"], row[f"{name}_tflops"] = statistics.median(times[name]), tflops[name]
+    if others and "ours" in tflops:
+        best = max(others, key=others.get)
+        row |= {"ratio": tflops["ours"] / others[best], "peer": best, "peer_version": versions[best]}
+        print(f"  ratio {row['ratio']:.3f}", end="")
+    print(flush=True)
+    return row
+
+
 def main():
-    dims, lengths = ([int(x) for x in a.split(",")] for a in sys.argv[1:3])
-    repeats, peers = int(sys.argv[3]), sys.argv[4].split(",")
-    for dim in dims:
-        heads = COLUMNS // dim
-        for causal in (False, True):
-            for length in lengths:
-                batch = max(1, TOKENS // length)
-                q, k, v = (torch.randn(batch, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-
-                def cudnn():
-                    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
-
-                def fa3():
-                    import flash_attn_interface
-                    return flash_attn_interface.flash_attn_func(q, k, v, causal=causal)
-
-                for name, call in (("fa3", fa3), ("cudnn", cudnn)):
-                    if name in peers:
-                        ms = median_ms(call, repeats)
-                        flops = 4 * batch * heads * length * length * dim * (0.5 if causal else 1)
-                        print(f"forward {name} d {dim} {'causal' if causal else 'full'} S {length} B {batch} H {heads}: "
-                              f"{ms * 1e3:.1f} us {flops / ms / 1e9:.1f} TFLOP/s", flush=True)
+    groups = [([(192, 128) if x == "192128" else (int(x), int(x)) for x in dims.split(",")], masks.split(","), [int(x) for x in lengths.split(",")])
+              for dims, masks, lengths in zip(*(a.split("/") for a in sys.argv[1:4]), strict=True)]
+    repeats, rounds, peers = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6].split(",")
+    ours = sys.argv[7].split(",") if len(sys.argv) > 7 else []
+    versions = {"fa3": "FlashAttention-3 3.0.0.post20260810", "cudnn": f"cuDNN {torch.backends.cudnn.version()} by PyTorch {torch.__version__}"}
+    cells = {(d, m, s): defaultdict(list) for dims, masks, lengths in groups for d in dims for m in masks for s in lengths}
+    for _ in range(rounds):
+        for dims, masks, lengths in groups:
+            for d in dims:
+                for m in masks:
+                    for binary in ours:
+                        our_round(binary, d, m, lengths, repeats, cells)
+                    peers_round(d, m, lengths, repeats, peers, cells)
+    rows = [row_of(cell, times, versions) for cell, times in cells.items() if times]
+    if len(sys.argv) > 8:
+        conditions = {
+            "phase": "prefill", "device": torch.cuda.get_device_name(), "clocks": "not controlled, 700 W limit", 
+            "dropout": "none", "backend": "suanpan-cuda", "cache_state": "random normal q, k, v, launches back to back after 0.15 s of them",
+            "flops": "2 pairs heads (head_dim + head_dim_v), pairs of a causal square by half", "rounds": rounds, "launches_a_round": repeats,
+        }
+        with open(sys.argv[8], "w") as f:
+            json.dump({"machine_name": "nvidia-h200", "conditions": conditions, "rows": [r for r in rows if r["us"]]}, f, indent=1)
 
 
 if __name__ == "__main__":

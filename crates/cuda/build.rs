@@ -14,14 +14,25 @@ struct Unit {
 fn units() -> Vec<Unit> {
     let mut out = vec![Unit { name: "random".into(), source: "kernels/testing/random.cu", defines: vec![] }];
     for (dtype, tag) in [("bf16", "Bf16"), ("fp16", "Fp16")] {
-        for dim in [64, 96, 128, 192, 256] {
-            let defines = vec![format!("-DHEAD_DIM={dim}"), format!("-DDTYPE={tag}")];
+        for (dim, dim_v) in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
             out.push(Unit {
-                name: format!("forward_{dim}_{dtype}"),
+                name: format!("forward_{dim}_{dim_v}_{dtype}"),
                 source: "kernels/attention/forward.cu",
-                defines,
+                defines: vec![
+                    format!("-DHEAD_DIM={dim}"),
+                    format!("-DHEAD_DIM_V={dim_v}"),
+                    format!("-DDTYPE={tag}"),
+                ],
             });
         }
+    }
+    for dim in [128, 256] {
+        let defines = vec![format!("-DHEAD_DIM={dim}")];
+        out.push(Unit {
+            name: format!("forward_{dim}_e4m3"),
+            source: "kernels/attention/forward_fp8.cu",
+            defines,
+        });
     }
     for dim in [64, 128, 256] {
         let defines = vec![format!("-DHEAD_DIM={dim}")];

@@ -6,7 +6,9 @@
 //! Without the feature `cuda` this crate is empty. With it, the build compiles `kernels/**` with nvcc 13.0 and fails on a spill or on products that
 //! the assembler serialises; the cubins are embedded, so that a binary starts on a machine without a GPU and says so.
 //!
-//! `kernels/attention/forward.cu`: bf16 and fp16, head dims 64, 96, 128, 192, 256, full and causal, grouped heads, packed ragged sequences, lse out.
+//! `kernels/attention/forward.cu`: bf16 and fp16, head dims 64, 96, 128, 192, 192/128, 256; full, causal, windows, chunks, tree masks, softcap, ALiBi,
+//! sinks; grouped heads, packed ragged sequences, contiguous or paged K and V, lse out.
+//! `kernels/attention/forward_fp8.cu`: e4m3 q, k, v, bf16 o, head dims 128 and 256, full and causal, scales a (sequence, kv head), lse out.
 //! `kernels/attention/decode.cu`: bf16, head dims 64, 128, 256, pages of any multiple of 16 tokens, lengths and page tables read on the device.
 //! Versions, predictions and outcomes: docs/cuda-attn-notes.md.
 #![cfg(feature = "cuda")]

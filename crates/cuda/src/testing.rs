@@ -117,6 +117,29 @@ pub fn from_bits(dtype: Dtype, x: u16) -> f32 {
     }
 }
 
+/// Rounds to e4m3 (four exponent bits, bias 7, three of mantissa; largest 448, no infinity), to nearest even.
+pub fn to_e4m3(x: f32) -> u8 {
+    let sign = if x.is_sign_negative() { 0x80 } else { 0 };
+    let x = x.abs();
+    if x.is_nan() {
+        return sign | 0x7f;
+    }
+    let exponent = ((x.to_bits() >> 23) as i32 - 127).clamp(-6, 8);
+    let unit = 2f32.powi(exponent - 3); // between neighbours of x; the smallest normal and all below it share one
+    let steps = ((x / unit).round_ties_even() as i32).min(if exponent == 8 { 14 } else { 16 });
+    sign | (steps + (exponent + 6) * 8).min(0x7e) as u8
+}
+
+pub fn from_e4m3(x: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(x >> 3 & 15), f32::from(x & 7));
+    let size = match (exponent, x & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa * 2f32.powi(-9),
+        _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
+    };
+    if x & 0x80 == 0 { size } else { -size }
+}
+
 /// One (query row, head): its query and the keys and values it sees, in token order.
 pub struct Row<'a> {
     pub q: &'a [f32],
@@ -134,35 +157,49 @@ pub struct RowResult {
 
 /// The oracle and the yardstick for one row. An empty row gives o = 0 and lse = -inf.
 pub fn reference_row(dtype: Dtype, scale: f64, row: &Row) -> RowResult {
-    let dim = row.q.len();
-    let round = |x: f64| f64::from(from_bits(dtype, to_bits(dtype, x as f32)));
-    if row.keys == 0 {
-        return RowResult { oracle: vec![0.0; dim], lse: f64::NEG_INFINITY, plain: vec![0.0; dim] };
-    }
     let dot = |j: usize| row.q.iter().zip((row.key)(j)).map(|(a, b)| f64::from(a * b)).sum::<f64>();
-    let scores: Vec<f64> = (0..row.keys).map(|j| dot(j) * scale).collect();
-    let weigh = |s: &[f64]| {
-        let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let p: Vec<f64> = s.iter().map(|x| (x - max).exp()).collect();
-        let sum: f64 = p.iter().sum();
-        (p, sum, max)
+    let keys: Vec<usize> = (0..row.keys).collect();
+    let scaled: Vec<f64> = keys.iter().map(|&j| dot(j) * scale).collect();
+    reference_scores(dtype, row.q.len(), &keys, &scaled, f64::NEG_INFINITY, &row.value, |_, x| x)
+}
+
+/// The same from `scaled`, the products q·k·scale with `keys`: `change` (key, scaled product) makes scores of them, and
+/// `sink` joins the denominator. Plain attention rounds the products to 16 bits before anything else happens to them.
+pub fn reference_scores<'a>(
+    dtype: Dtype,
+    dim_v: usize,
+    keys: &[usize],
+    scaled: &[f64],
+    sink: f64,
+    value: &dyn Fn(usize) -> &'a [f32],
+    change: impl Fn(usize, f64) -> f64,
+) -> RowResult {
+    let round = |x: f64| f64::from(from_bits(dtype, to_bits(dtype, x as f32)));
+    if keys.is_empty() {
+        return RowResult { oracle: vec![0.0; dim_v], lse: sink, plain: vec![0.0; dim_v] };
+    }
+    let weigh = |products: &mut dyn Iterator<Item = f64>| {
+        let scores: Vec<f64> = keys.iter().zip(products).map(|(j, x)| change(*j, x)).collect();
+        let max = scores.iter().copied().fold(sink, f64::max);
+        let mut p: Vec<f64> = scores.iter().map(|x| (x - max).exp()).collect();
+        let sum: f64 = p.iter().sum::<f64>() + (sink - max).exp();
+        p.iter_mut().for_each(|x| *x /= sum);
+        (p, max + sum.ln())
     };
     let mix = |p: &[f64]| {
-        let mut o = vec![0.0; dim];
-        for (j, w) in p.iter().enumerate() {
-            for (x, v) in o.iter_mut().zip((row.value)(j)) {
+        let mut o = vec![0.0; dim_v];
+        for (j, w) in keys.iter().zip(p) {
+            for (x, v) in o.iter_mut().zip(value(*j)) {
                 *x += w * f64::from(*v);
             }
         }
         o
     };
-    let (mut p, sum, max) = weigh(&scores);
-    p.iter_mut().for_each(|x| *x /= sum);
-    let rounded: Vec<f64> = scores.iter().map(|x| round(*x)).collect();
-    let (mut p_plain, sum_plain, _) = weigh(&rounded);
-    p_plain.iter_mut().for_each(|x| *x = round(*x / sum_plain));
+    let (p, lse) = weigh(&mut scaled.iter().copied());
+    let (mut p_plain, _) = weigh(&mut scaled.iter().map(|x| round(*x)));
+    p_plain.iter_mut().for_each(|x| *x = round(*x));
     let plain = mix(&p_plain).into_iter().map(round).collect();
-    RowResult { oracle: mix(&p), lse: max + sum.ln(), plain }
+    RowResult { oracle: mix(&p), lse, plain }
 }
 
 /// Largest errors of a kernel's output and of plain attention over many rows, and the output's own rounding.
@@ -280,4 +317,27 @@ pub fn graph_of(gpu: &Gpu, f: impl FnOnce() -> Result<(), Error>) -> Result<Cuda
     graph.upload().map_err(call("cuGraphUpload"))?;
     gpu.synchronize()?;
     Ok(graph)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn e4m3_goes_there_and_back_and_rounds_to_the_nearest() {
+        for bits in 0..=255u8 {
+            let x = from_e4m3(bits);
+            if x.is_nan() {
+                assert_eq!(bits & 0x7f, 0x7f);
+            } else {
+                assert_eq!(to_e4m3(x), bits, "{x}");
+            }
+        }
+        let smallest = 2f32.powi(-9);
+        for (x, rounded) in
+            [(1.0625, 1.0), (-1.1875, -1.25), (1e9, 448.0), (460.0, 448.0), (1.4 * smallest, smallest)]
+        {
+            assert_eq!(from_e4m3(to_e4m3(x)), rounded, "{x}");
+        }
+    }
 }

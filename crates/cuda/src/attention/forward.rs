@@ -1,20 +1,95 @@
-//! Launch of `kernels/attention/forward.cu`: exact attention of packed sequences over contiguous K and V.
+//! Launch of `kernels/attention/forward.cu`: exact attention of packed sequences over contiguous or paged K and V.
 use super::Operand;
+use super::decode::Pages;
 use crate::driver::{Address, Gpu};
-use crate::tensor_map::encode;
+use crate::tensor_map::{TensorMap, encode};
 use crate::{Dtype, Error};
 use std::ffi::c_void;
+use suanpan_base::{Mask, SeqLen};
+
+/// Where K and V lie.
+#[derive(Clone, Copy, Debug)]
+pub enum KeysValues {
+    /// Sequences one after another.
+    Packed {
+        /// `[total_k, num_kv_heads, head_dim]`.
+        k: Operand,
+        /// `[total_k, num_kv_heads, head_dim_v]`.
+        v: Operand,
+    },
+    /// Pages found through a table.
+    Paged(Paged),
+}
+
+/// K and V in pages. Only pages with a key that some row sees are read: the other ids of the table may be anything.
+#[derive(Clone, Copy, Debug)]
+pub struct Paged {
+    /// `[num_pages, page_size, num_kv_heads, head_dim]`.
+    pub k: Pages,
+    /// `[num_pages, page_size, num_kv_heads, head_dim_v]`.
+    pub v: Pages,
+    /// `[batch, pages_max]` i32.
+    pub page_table: Address,
+    /// Row length of the page table.
+    pub pages_max: u32,
+    /// Pages of each of k and v.
+    pub num_pages: u32,
+    /// Tokens a page, a multiple of 16.
+    pub page_size: u32,
+}
+
+impl Paged {
+    /// Refuses a host copy of the page table (`[batch, pages_max]`) in which a page that the rows of `lens` see is not a
+    /// page. The kernel itself reads zeros from such a page: wrong, but nothing of anybody else's.
+    pub fn check_ids(&self, table: &[i32], lens: &[SeqLen], mask: &Mask) -> Result<(), Error> {
+        let (page_size, pages_max) = (self.page_size.max(1) as usize, self.pages_max as usize);
+        for (b, &len) in lens.iter().enumerate() {
+            let pages = mask.visible_hull(len, 0..len.seqlen_q).tiles(page_size);
+            for page in pages.into_iter().flatten() {
+                let id = (page < pages_max).then(|| table.get(b * pages_max + page)).flatten();
+                if !id.is_some_and(|&id| u32::try_from(id).is_ok_and(|id| id < self.num_pages)) {
+                    let asked =
+                        format!("{id:?} as page {page} of sequence {b} among {} pages", self.num_pages);
+                    return Err(Error::Unsupported {
+                        field: "page_table",
+                        asked,
+                        supported: "ids below num_pages",
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What happens to scores beyond scale and mask, in this order: softcap, ALiBi, (mask), sink.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Scores {
+    /// `cap * tanh(score / cap)`; positive and finite.
+    pub softcap: Option<f32>,
+    /// `[num_q_heads]` f32: a key at distance x from the row's own position loses `slope * x`.
+    pub alibi_slopes: Option<Address>,
+    /// `[num_q_heads]` f32: a logit that joins the denominator and has no value.
+    pub sinks: Option<Address>,
+}
+
+/// Which of the last seqlen_q keys each row sees, on top of the mask.
+#[derive(Clone, Copy, Debug)]
+pub struct Tree {
+    /// `[total_q, words]` u32: bit j % 32 of word j / 32 is key seqlen_k - seqlen_q + j.
+    pub bits: Address,
+    /// At least seqlen_q_max / 32, rounded up.
+    pub words: u32,
+}
 
 /// Everything one launch needs. Lengths come from the prefix sums, or are uniform where those are `None`.
 #[derive(Clone, Copy, Debug)]
 pub struct Forward {
     /// `[total_q, num_q_heads, head_dim]`.
     pub q: Operand,
-    /// `[total_k, num_kv_heads, head_dim]`.
-    pub k: Operand,
-    /// `[total_k, num_kv_heads, head_dim]`.
-    pub v: Operand,
-    /// `[total_q, num_q_heads, head_dim]`.
+    /// Keys and values.
+    pub kv: KeysValues,
+    /// `[total_q, num_q_heads, head_dim_v]`.
     pub o: Operand,
     /// `[num_q_heads, total_q]` f32, natural logarithm.
     pub lse: Address,
@@ -22,7 +97,7 @@ pub struct Forward {
     pub counter: Address,
     /// `[batch + 1]` i32.
     pub cu_seqlens_q: Option<Address>,
-    /// The same for keys.
+    /// The same for keys; of paged ones only the differences count.
     pub cu_seqlens_k: Option<Address>,
     /// Query tokens of all sequences.
     pub total_q: u32,
@@ -38,19 +113,25 @@ pub struct Forward {
     pub num_q_heads: u32,
     /// Heads of K and V.
     pub num_kv_heads: u32,
-    /// Elements a head.
+    /// Elements of a query and a key.
     pub head_dim: u32,
+    /// Elements of a value and an output.
+    pub head_dim_v: u32,
     /// Of q, k, v and o.
     pub dtype: Dtype,
-    /// Bottom-right aligned: row i of seqlen_q sees keys 0..=seqlen_k - seqlen_q + i.
-    pub causal: bool,
+    /// Which keys a row sees.
+    pub mask: Mask,
+    /// Softcap, slopes, sinks.
+    pub scores: Scores,
+    /// A mask by bits over the last keys.
+    pub tree: Option<Tree>,
     /// Positive; usually 1 / sqrt(head_dim).
     pub softmax_scale: f32,
 }
 
-/// Mirrors `ForwardParams` of the kernel.
+/// Mirrors `ForwardParams` of the kernels.
 #[repr(C)]
-struct Params {
+pub(super) struct Params {
     lse: Address,
     o: Address,
     cu_q: Address,
@@ -67,65 +148,183 @@ struct Params {
     units_per_section: i32,
     scale: f32,
     scale_log2: f32,
+    features: Features,
+}
+
+/// The parameters that only `forward_features` reads.
+#[repr(C)]
+struct Features {
+    page_table: Address,
+    alibi_slopes: Address,
+    sinks: Address,
+    tree: Address,
+    tree_words: i32,
+    page_size: i32,
+    pages_max: i32,
+    box_rows: i32,
+    left: i32,
+    right: i32,
+    chunk: i32,
+    top_left: i32,
+    longest_first: i32,
+    softcap_log2: f32,
+    softcap_inner: f32,
+    dot_scale_log2: f32,
+    change_scores: i32,
 }
 
 /// K and V of the sequences in flight should fit well inside the 50 MB L2.
 const L2_SECTION_BYTES: u64 = 24 << 20;
 
+/// Tokens a sequence may have; also what the kernel takes for "unbounded", and no sum of two such overflows.
+const TOKENS_MAX: u32 = 1 << 30;
+
+const LOG2_E: f32 = std::f32::consts::LOG2_E;
+
 impl Forward {
-    fn check(&self) -> Result<(), Error> {
+    /// What holds for every element type.
+    pub(super) fn check(&self) -> Result<(), Error> {
         let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
-        if ![64, 96, 128, 192, 256].contains(&self.head_dim) {
-            return bad("head_dim", self.head_dim.to_string(), "64, 96, 128, 192, 256");
-        }
         if self.num_kv_heads == 0 || !self.num_q_heads.is_multiple_of(self.num_kv_heads) {
             let asked = format!("{} query heads on {} kv heads", self.num_q_heads, self.num_kv_heads);
             return bad("num_q_heads", asked, "a multiple of num_kv_heads");
         }
-        if !(self.softmax_scale > 0.0 && self.softmax_scale.is_finite()) {
-            return bad("softmax_scale", self.softmax_scale.to_string(), "positive and finite");
+        let fits = |x: f32| x > 0.0 && (x * LOG2_E).is_finite();
+        if !fits(self.softmax_scale) {
+            return bad("softmax_scale", self.softmax_scale.to_string(), "positive and at most 2.3e38");
+        }
+        if let Some(cap) = self.scores.softcap
+            && !(fits(cap) && (2.0 * self.softmax_scale * LOG2_E / cap).is_finite())
+        {
+            return bad(
+                "softcap",
+                cap.to_string(),
+                "positive, at most 2.3e38 and not vanishing beside the scale",
+            );
         }
         let tiles =
             u64::from(self.seqlen_q_max.div_ceil(64)) * u64::from(self.batch) * u64::from(self.num_q_heads);
-        if self.total_q.max(self.total_k) > 1 << 30 || tiles > 1 << 30 {
+        let tokens = self.total_q.max(self.total_k).max(self.seqlen_q_max).max(self.seqlen_k_max);
+        if tokens > TOKENS_MAX || tiles > 1 << 30 {
+            let asked = format!("{tokens} tokens, {tiles} tiles");
+            return bad("total_q, total_k", asked, "up to 2^30 tokens and tiles");
+        }
+        if self.mask.sink_tokens > 0 {
             return bad(
-                "total_q, total_k",
-                format!("{}, {}", self.total_q, self.total_k),
-                "up to 2^30 tokens and tiles",
+                "mask.sink_tokens",
+                self.mask.sink_tokens.to_string(),
+                "0: no leading keys beside a window",
             );
+        }
+        if let Some(tree) = self.tree
+            && (tree.words < self.seqlen_q_max.div_ceil(32) || tree.words > TOKENS_MAX / 32)
+        {
+            return bad("tree.words", tree.words.to_string(), "seqlen_q_max / 32, rounded up, or more");
+        }
+        self.check_pages()
+    }
+
+    fn check_pages(&self) -> Result<(), Error> {
+        let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
+        let KeysValues::Paged(pages) = self.kv else { return Ok(()) };
+        if pages.page_size == 0 || !pages.page_size.is_multiple_of(16) || pages.page_size > TOKENS_MAX {
+            return bad("page_size", pages.page_size.to_string(), "multiples of 16 tokens");
+        }
+        if pages.num_pages == 0 || pages.num_pages > i32::MAX as u32 {
+            return bad("num_pages", pages.num_pages.to_string(), "1 to 2^31 - 1");
+        }
+        if u64::from(pages.pages_max) * u64::from(pages.page_size) < u64::from(self.seqlen_k_max) {
+            let asked =
+                format!("{} pages of {} for {} keys", pages.pages_max, pages.page_size, self.seqlen_k_max);
+            return bad("pages_max", asked, "enough pages for seqlen_k_max");
         }
         Ok(())
     }
 
-    /// Puts the kernel on the device's stream.
-    ///
-    /// # Safety
-    /// The operands cover their shapes, the prefix sums are ascending and end at total_q and total_k, and all of it
-    /// stays valid until the stream has run the kernel. `o` and `lse` overlap nothing.
-    pub unsafe fn launch(&self, gpu: &Gpu) -> Result<(), Error> {
-        self.check()?;
-        if self.total_q == 0 || self.batch == 0 {
-            return Ok(());
+    /// The kernel that a launch puts on the stream: masks and scores beyond full and causal, and pages, share one.
+    pub fn kernel_name(&self) -> &'static str {
+        let scores = &self.scores;
+        let plain = scores.softcap.is_none() && scores.alibi_slopes.is_none() && scores.sinks.is_none();
+        match (plain && self.tree.is_none(), self.mask, self.kv) {
+            (true, Mask::FULL, KeysValues::Packed { .. }) => "forward_full",
+            (true, Mask::CAUSAL, KeysValues::Packed { .. }) => "forward_causal",
+            _ => "forward_features",
         }
-        let dim = u64::from(self.head_dim);
-        let cubin = format!("forward_{}_{}", self.head_dim, self.dtype.name());
-        let [num_wg, block_n, smem] = gpu.constants(&cubin, "forward_tiling")?;
-        let map = |x: &Operand, tokens: u32, heads: u32, rows: u32| {
-            // A tensor without tokens still needs a valid map; nothing is read through it.
-            let dims = [dim, u64::from(tokens.max(1)), u64::from(heads)];
-            encode(self.dtype, x.address, &dims, &[x.token_stride, x.head_stride], &[64, rows, 1])
+    }
+
+    /// Maps of k and v, and the rows that one copy of them moves.
+    fn key_value_maps(&self, block_n: u32) -> Result<(TensorMap, TensorMap, u32), Error> {
+        let heads = u64::from(self.num_kv_heads);
+        let (dim, dim_v) = (u64::from(self.head_dim), u64::from(self.head_dim_v));
+        match self.kv {
+            KeysValues::Packed { k, v } => {
+                let map = |x: &Operand, dim: u64| {
+                    let dims = [dim, u64::from(self.total_k.max(1)), heads];
+                    encode(self.dtype, x.address, &dims, &[x.token_stride, x.head_stride], &[64, block_n, 1])
+                };
+                // No keys: the maps point at q, and nothing is read through them.
+                let (k, v) = if self.total_k == 0 { (self.q, self.q) } else { (k, v) };
+                Ok((map(&k, dim)?, map(&v, dim_v)?, block_n))
+            }
+            KeysValues::Paged(p) => {
+                let rows = gcd(block_n, p.page_size);
+                let map = |x: &Pages, dim: u64| {
+                    let dims = [dim, u64::from(p.page_size), heads, u64::from(p.num_pages)];
+                    let strides = [x.token_stride, x.head_stride, x.page_stride];
+                    encode(self.dtype, x.address, &dims, &strides, &[64, rows, 1, 1])
+                };
+                Ok((map(&p.k, dim)?, map(&p.v, dim_v)?, rows))
+            }
+        }
+    }
+
+    fn features(&self, box_rows: u32) -> Features {
+        let (pages, page_size, pages_max) = match self.kv {
+            KeysValues::Paged(p) => (p.page_table, p.page_size as i32, p.pages_max as i32),
+            KeysValues::Packed { .. } => (0, 1, 0),
         };
-        let mut q = map(&self.q, self.total_q, self.num_q_heads, 64)?;
-        let mut o = map(&self.o, self.total_q, self.num_q_heads, 64)?;
-        // No keys: the maps point at q, and nothing is read through them.
-        let (k, v) = if self.total_k == 0 { (self.q, self.q) } else { (self.k, self.v) };
-        let mut k = map(&k, self.total_k, self.num_kv_heads, block_n)?;
-        let mut v = map(&v, self.total_k, self.num_kv_heads, block_n)?;
-        let unit_bytes = (u64::from(self.seqlen_k_max) * dim * 4).max(1);
-        let units = u64::from(self.batch * self.num_kv_heads);
+        let bound = |side: Option<usize>| {
+            side.map_or(TOKENS_MAX - 1, |n| n.min(TOKENS_MAX as usize - 1) as u32) as i32
+        };
+        let mask = &self.mask;
+        let softcap = self.scores.softcap;
+        Features {
+            page_table: pages,
+            alibi_slopes: self.scores.alibi_slopes.unwrap_or(0),
+            sinks: self.scores.sinks.unwrap_or(0),
+            tree: self.tree.map_or(0, |t| t.bits),
+            tree_words: self.tree.map_or(0, |t| t.words as i32),
+            page_size,
+            pages_max,
+            box_rows: box_rows as i32,
+            left: bound(mask.left),
+            right: bound(mask.right),
+            chunk: mask.chunk.map_or(0, |c| bound(Some(c.get()))),
+            top_left: i32::from(mask.top_left),
+            longest_first: i32::from(mask.right.is_some() && mask.left.is_none() && mask.chunk.is_none()),
+            softcap_log2: softcap.unwrap_or(0.0) * LOG2_E,
+            softcap_inner: softcap.map_or(0.0, |cap| 2.0 * self.softmax_scale * LOG2_E / cap),
+            dot_scale_log2: self.softmax_scale * LOG2_E,
+            change_scores: i32::from(self.changes_scores()),
+        }
+    }
+
+    fn changes_scores(&self) -> bool {
+        self.scores.softcap.is_some() || self.scores.alibi_slopes.is_some()
+    }
+
+    /// (Sequence, kv head) pairs whose K and V share the L2. Even sections: a short last one ends unevenly.
+    fn units_per_section(&self) -> u32 {
+        let unit_bytes =
+            (u64::from(self.seqlen_k_max) * u64::from(self.head_dim + self.head_dim_v) * 2).max(1);
+        let units = u64::from(self.batch) * u64::from(self.num_kv_heads);
         let sections = units.div_ceil((L2_SECTION_BYTES / unit_bytes).clamp(1, units.max(1)));
-        let units_per_section = units.div_ceil(sections.max(1)).max(1); // even sections: a short last one ends unevenly
-        let mut params = Params {
+        units.div_ceil(sections.max(1)).max(1) as u32
+    }
+
+    pub(super) fn params(&self, box_rows: u32) -> Params {
+        let scale = if self.changes_scores() { std::f32::consts::LN_2 } else { self.softmax_scale };
+        Params {
             lse: self.lse,
             o: self.o.address,
             cu_q: self.cu_seqlens_q.unwrap_or(0),
@@ -139,12 +338,46 @@ impl Forward {
             group_size: (self.num_q_heads / self.num_kv_heads) as i32,
             seqlen_q_max: self.seqlen_q_max as i32,
             seqlen_k_max: self.seqlen_k_max as i32,
-            units_per_section: units_per_section as i32,
-            scale: self.softmax_scale,
-            scale_log2: self.softmax_scale * std::f32::consts::LOG2_E,
+            units_per_section: self.units_per_section() as i32,
+            scale,
+            scale_log2: if self.changes_scores() { 1.0 } else { scale * LOG2_E },
+            features: self.features(box_rows),
+        }
+    }
+
+    /// Blocks for tiles of 64 * num_wg rows: one a multiprocessor, or one a tile where those are fewer.
+    pub(super) fn blocks(&self, gpu: &Gpu, num_wg: u32) -> u32 {
+        (self.seqlen_q_max.div_ceil(num_wg * 64) * self.batch * self.num_q_heads).min(gpu.num_sms)
+    }
+
+    /// Puts the kernel on the device's stream.
+    ///
+    /// # Safety
+    /// The operands cover their shapes, the prefix sums are ascending and end at total_q and total_k, the page table covers
+    /// the lengths, and all of it stays valid until the stream has run the kernel. `o` and `lse` overlap nothing.
+    pub unsafe fn launch(&self, gpu: &Gpu) -> Result<(), Error> {
+        let dims = (self.head_dim, self.head_dim_v);
+        if ![(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)].contains(&dims) {
+            return Err(Error::Unsupported {
+                field: "head_dim, head_dim_v",
+                asked: format!("{dims:?}"),
+                supported: "64, 96, 128, 192, 256 for both, 192 and 128",
+            });
+        }
+        self.check()?;
+        if self.total_q == 0 || self.batch == 0 {
+            return Ok(());
+        }
+        let cubin = format!("forward_{}_{}_{}", self.head_dim, self.head_dim_v, self.dtype.name());
+        let [num_wg, block_n, smem] = gpu.constants(&cubin, "forward_tiling")?;
+        let rows = |x: &Operand, dim: u32| {
+            let dims = [u64::from(dim), u64::from(self.total_q), u64::from(self.num_q_heads)];
+            encode(self.dtype, x.address, &dims, &[x.token_stride, x.head_stride], &[64, 64, 1])
         };
-        let kernel = gpu.kernel(&cubin, if self.causal { "forward_causal" } else { "forward_full" }, smem)?;
-        let tiles = self.seqlen_q_max.div_ceil(num_wg * 64) * self.batch * self.num_q_heads;
+        let (mut q, mut o) = (rows(&self.q, self.head_dim)?, rows(&self.o, self.head_dim_v)?);
+        let (mut k, mut v, box_rows) = self.key_value_maps(block_n)?;
+        let mut params = self.params(box_rows);
+        let kernel = gpu.kernel(&cubin, self.kernel_name(), smem)?;
         let mut args: [*mut c_void; 5] = [
             (&raw mut q).cast(),
             (&raw mut k).cast(),
@@ -153,6 +386,33 @@ impl Forward {
             (&raw mut params).cast(),
         ];
         // SAFETY: the five values are the kernel's parameters in order; the caller vouches for the addresses.
-        unsafe { gpu.launch(kernel, (tiles.min(gpu.num_sms), 1, 1), (num_wg + 1) * 128, smem, &mut args) }
+        unsafe { gpu.launch(kernel, (self.blocks(gpu, num_wg), 1, 1), (num_wg + 1) * 128, smem, &mut args) }
+    }
+}
+
+/// Greatest common divisor.
+fn gcd(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hostile_page_ids_are_refused_where_some_row_sees_the_page() {
+        let nowhere = Pages { address: 0, page_stride: 0, token_stride: 0, head_stride: 0 };
+        let paged =
+            Paged { k: nowhere, v: nowhere, page_table: 0, pages_max: 4, num_pages: 9, page_size: 16 };
+        let lens = [SeqLen::new(2, 60), SeqLen::new(0, 64)];
+        let mut table = vec![0, 8, 3, 1, -5, i32::MAX, 9, -1];
+        assert!(paged.check_ids(&table, &lens, &Mask::FULL).is_ok());
+        table[3] = 9;
+        let refused = paged.check_ids(&table, &lens, &Mask::FULL).unwrap_err().to_string();
+        assert!(refused.contains("Some(9) as page 3 of sequence 0"), "{refused}");
+        // A window of 10 keys sees none of page 0 and 1.
+        table[..4].copy_from_slice(&[-1, 1000, 3, 1]);
+        assert!(paged.check_ids(&table, &lens, &Mask::window(10)).is_ok());
+        assert!(paged.check_ids(&table, &[SeqLen::new(1, 65)], &Mask::FULL).is_err());
     }
 }

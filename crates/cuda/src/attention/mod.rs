@@ -1,6 +1,7 @@
 //! Attention kernels, one file per kernel source in `kernels/attention`.
 pub mod decode;
 pub mod forward;
+pub mod forward_fp8;
 
 use crate::driver::Address;
 

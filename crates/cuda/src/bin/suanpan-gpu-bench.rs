@@ -1,14 +1,18 @@
 //! Times the kernels on one device: a line per cell with time and TFLOP/s or TB/s. Correctness is suanpan-gpu-tests' job.
+use suanpan_cuda::attention::Operand;
 use suanpan_cuda::attention::decode::{Decode, Pages};
-use suanpan_cuda::attention::{Operand, forward::Forward};
 use suanpan_cuda::driver::Gpu;
 use suanpan_cuda::testing::{Buffer, Rng, graph_of, median, time_us};
 use suanpan_cuda::{Dtype, Error};
+
+#[path = "suanpan-gpu-bench/forward.rs"]
+mod forward;
 
 struct Options {
     cubin_dir: Option<std::path::PathBuf>,
     what: Vec<String>,
     dims: Vec<u32>,
+    masks: Vec<String>,
     lens: Vec<u32>,
     chosen_lens: bool,
     repeats: usize,
@@ -20,6 +24,7 @@ fn options() -> Options {
         cubin_dir: None,
         what: vec!["forward".into(), "decode".into()],
         dims: vec![64, 128, 256],
+        masks: vec!["full".into(), "causal".into()],
         lens: vec![2048, 8192, 16384, 32768],
         chosen_lens: false,
         repeats: 15,
@@ -33,69 +38,20 @@ fn options() -> Options {
             "--cubin-dir" => o.cubin_dir = Some(v.into()),
             "--what" => o.what = v.split(',').map(String::from).collect(),
             "--dims" => o.dims = list(v),
+            "--masks" => o.masks = v.split(',').map(String::from).collect(),
             "--lens" => (o.lens, o.chosen_lens) = (list(v), true),
             "--repeats" => o.repeats = v.parse().unwrap_or(15),
             "--label" => o.label = v,
             other => {
                 eprintln!(
-                    "unknown option {other}: --cubin-dir --what forward,decode --dims --lens --repeats --label"
+                    "unknown option {other}: --cubin-dir --what forward,decode --dims --lens --repeats --label\n\
+                     --masks full,causal,window1024,chunk1024 and, each causal: softcap,alibi,sink,page16 (any multiple of 16); dim 192128 is 192/128"
                 );
                 std::process::exit(2);
             }
         }
     }
     o
-}
-
-/// One cell: 32k tokens in all, 2,048 columns of heads, as the peers are measured.
-fn forward_cell(gpu: &Gpu, opt: &Options, dim: u32, seqlen: u32, causal: bool) -> Result<(), Error> {
-    let batch = (32768 / seqlen).max(1);
-    let heads = 2048 / dim;
-    let tokens = batch * seqlen;
-    let elements = tokens as usize * heads as usize * dim as usize;
-    let buffers: Vec<Buffer> = (0..4).map(|_| Buffer::new(gpu, elements * 2)).collect::<Result<_, _>>()?;
-    for (i, b) in buffers.iter().enumerate() {
-        b.fill_normal(gpu, 77 + i as u64, Dtype::Bf16)?;
-    }
-    let lse = Buffer::new(gpu, tokens as usize * heads as usize * 4)?;
-    let counter = Buffer::from_slice(gpu, &[0u32; 2])?;
-    let operand = |b: &Buffer| Operand {
-        address: b.address,
-        token_stride: u64::from(heads * dim),
-        head_stride: u64::from(dim),
-    };
-    let f = Forward {
-        q: operand(&buffers[0]),
-        k: operand(&buffers[1]),
-        v: operand(&buffers[2]),
-        o: operand(&buffers[3]),
-        lse: lse.address,
-        counter: counter.address,
-        cu_seqlens_q: None,
-        cu_seqlens_k: None,
-        total_q: tokens,
-        total_k: tokens,
-        batch,
-        seqlen_q_max: seqlen,
-        seqlen_k_max: seqlen,
-        num_q_heads: heads,
-        num_kv_heads: heads,
-        head_dim: dim,
-        dtype: Dtype::Bf16,
-        causal,
-        softmax_scale: 1.0 / (dim as f32).sqrt(),
-    };
-    // SAFETY: the buffers cover the shapes and live past the synchronisation inside `time_us`.
-    let us = time_us(gpu, opt.repeats, 3, || unsafe { f.launch(gpu) })?;
-    gpu.synchronize()?;
-    let pairs = f64::from(seqlen) * f64::from(seqlen) * if causal { 0.5 } else { 1.0 };
-    let tflops = 4.0 * f64::from(batch) * f64::from(heads) * pairs * f64::from(dim) / us / 1e6;
-    let mask = if causal { "causal" } else { "full" };
-    println!(
-        "forward{} d {dim} {mask:6} S {seqlen:6} B {batch:2} H {heads:2}: {us:10.1} us {tflops:7.1} TFLOP/s",
-        opt.label
-    );
-    Ok(())
 }
 
 /// Median time of single graph replays of `d`, in turn over page tables that share no page.
@@ -198,9 +154,9 @@ fn main() -> Result<(), Error> {
     let gpu = Gpu::open(0, opt.cubin_dir.clone())?;
     if opt.what.iter().any(|w| w == "forward") {
         for &dim in &opt.dims {
-            for causal in [false, true] {
+            for mask in &opt.masks {
                 for &seqlen in &opt.lens {
-                    forward_cell(&gpu, &opt, dim, seqlen, causal)?;
+                    forward::cell(&gpu, (opt.repeats, &opt.label), dim, seqlen, mask)?;
                 }
             }
         }

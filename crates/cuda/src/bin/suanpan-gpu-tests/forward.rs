@@ -1,5 +1,7 @@
 //! Forward: head dims, masks, GQA, ragged lengths, empty rows, strides, far offsets, invariances.
-use suanpan_cuda::attention::{Operand, forward::Forward};
+use suanpan_base::Mask;
+use suanpan_cuda::attention::Operand;
+use suanpan_cuda::attention::forward::{Forward, KeysValues, Scores};
 use suanpan_cuda::driver::Gpu;
 use suanpan_cuda::testing::{Buffer, Errors, Rng, Row, from_bits, parallel_rows, reference_row, to_bits};
 use suanpan_cuda::{Dtype, Error};
@@ -18,16 +20,16 @@ struct Case {
     pad: usize,                // extra elements between tokens
 }
 
-struct Tensor {
-    bits: Vec<u16>,
-    values: Vec<f32>,
-    heads: usize,
-    dim: usize,
-    pad: usize,
+pub struct Tensor {
+    pub bits: Vec<u16>,
+    pub values: Vec<f32>,
+    pub heads: usize,
+    pub dim: usize,
+    pub pad: usize,
 }
 
 impl Tensor {
-    fn random(rng: &mut Rng, dtype: Dtype, tokens: usize, heads: usize, dim: usize, pad: usize) -> Self {
+    pub fn random(rng: &mut Rng, dtype: Dtype, tokens: usize, heads: usize, dim: usize, pad: usize) -> Self {
         let stride = heads * dim + pad;
         let mut bits = vec![NAN16; tokens * stride];
         let mut values = vec![f32::NAN; tokens * stride];
@@ -40,21 +42,21 @@ impl Tensor {
         Self { bits, values, heads, dim, pad }
     }
 
-    fn stride(&self) -> usize {
+    pub fn stride(&self) -> usize {
         self.heads * self.dim + self.pad
     }
 
-    fn row(&self, token: usize, head: usize) -> &[f32] {
+    pub fn row(&self, token: usize, head: usize) -> &[f32] {
         let at = token * self.stride() + head * self.dim;
         &self.values[at..at + self.dim]
     }
 
-    fn operand(&self, b: &Buffer) -> Operand {
+    pub fn operand(&self, b: &Buffer) -> Operand {
         Operand { address: b.address, token_stride: self.stride() as u64, head_stride: self.dim as u64 }
     }
 }
 
-fn prefix(lens: impl Iterator<Item = usize>) -> Vec<i32> {
+pub fn prefix(lens: impl Iterator<Item = usize>) -> Vec<i32> {
     let mut sums = vec![0i32];
     for n in lens {
         sums.push(sums.last().expect("not empty") + n as i32);
@@ -62,9 +64,9 @@ fn prefix(lens: impl Iterator<Item = usize>) -> Vec<i32> {
     sums
 }
 
-struct Output {
-    o: Vec<u16>,   // with the padded stride
-    lse: Vec<f32>, // [heads, total_q]
+pub struct Output {
+    pub o: Vec<u16>,   // with the padded stride
+    pub lse: Vec<f32>, // [heads, total_q]
 }
 
 fn run_forward(gpu: &Gpu, c: &Case, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output, Error> {
@@ -80,8 +82,7 @@ fn run_forward(gpu: &Gpu, c: &Case, q: &Tensor, k: &Tensor, v: &Tensor) -> Resul
     let (dcq, dck) = (Buffer::from_slice(gpu, &cu_q)?, Buffer::from_slice(gpu, &cu_k)?);
     let f = Forward {
         q: q.operand(&dq),
-        k: k.operand(&dk),
-        v: v.operand(&dv),
+        kv: KeysValues::Packed { k: k.operand(&dk), v: v.operand(&dv) },
         o: q.operand(&o),
         lse: lse.address,
         counter: counter.address,
@@ -95,8 +96,11 @@ fn run_forward(gpu: &Gpu, c: &Case, q: &Tensor, k: &Tensor, v: &Tensor) -> Resul
         num_q_heads: c.num_q_heads as u32,
         num_kv_heads: c.num_kv_heads as u32,
         head_dim: c.dim as u32,
+        head_dim_v: c.dim as u32,
         dtype: c.dtype,
-        causal: c.causal,
+        mask: if c.causal { Mask::CAUSAL } else { Mask::FULL },
+        scores: Scores::default(),
+        tree: None,
         softmax_scale: 1.0 / (c.dim as f32).sqrt(),
     };
     // SAFETY: the buffers cover the shapes and live past the synchronisation.
@@ -262,8 +266,7 @@ fn test_forward_far_offsets(gpu: &Gpu, report: &mut Report) -> Result<(), Error>
     };
     let f = Forward {
         q: operand(first_q * stride),
-        k: operand(dim),
-        v: operand(2 * dim),
+        kv: KeysValues::Packed { k: operand(dim), v: operand(2 * dim) },
         o: operand(first_q * stride + 3 * dim),
         lse: lse.address,
         counter: counter.address,
@@ -277,8 +280,11 @@ fn test_forward_far_offsets(gpu: &Gpu, report: &mut Report) -> Result<(), Error>
         num_q_heads: 1,
         num_kv_heads: 1,
         head_dim: dim as u32,
+        head_dim_v: dim as u32,
         dtype: c.dtype,
-        causal: true,
+        mask: Mask::CAUSAL,
+        scores: Scores::default(),
+        tree: None,
         softmax_scale: 1.0 / (dim as f32).sqrt(),
     };
     // SAFETY: every operand lies inside `big`, which outlives the synchronisation.

@@ -1,6 +1,8 @@
 //! Checks every kernel on the device against the f64 oracle, in one command; exits 1 when anything fails.
 mod decode;
+mod features;
 mod forward;
+mod fp8;
 
 use suanpan_cuda::Error;
 use suanpan_cuda::driver::Gpu;
@@ -33,10 +35,16 @@ impl Report {
 fn main() -> Result<(), Error> {
     let option = |name: &str| std::env::args().skip_while(|a| a != name).nth(1);
     let gpu = Gpu::open(0, option("--cubin-dir").map(Into::into))?;
-    let what = option("--what").unwrap_or("forward,decode".into());
+    let what = option("--what").unwrap_or("forward,features,fp8,decode".into());
     let mut report = Report { failed: 0, run: 0 };
     if what.contains("forward") {
         forward::test(&gpu, &mut report)?;
+    }
+    if what.contains("features") {
+        features::test(&gpu, &mut report)?;
+    }
+    if what.contains("fp8") {
+        fp8::test(&gpu, &mut report)?;
     }
     if what.contains("decode") {
         decode::test(&gpu, &mut report)?;

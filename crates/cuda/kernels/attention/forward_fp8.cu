@@ -1,0 +1,383 @@
+// Exact attention forward for Hopper (sm_90a) over e4m3 q, k and v: f32 softmax, bf16 o and natural-log lse out.
+// Not here: pages and features (forward.cu), quantisation. Built once per HEAD_DIM; each cubin holds a full and a causal kernel.
+//
+// 8-bit products take both operands with the summed dimension contiguous, so v must be transposed: two producer warps do it, tile
+// by tile (ldmatrix.trans, byte permutes, stmatrix). The order in which it leaves keys within a group of 16 is the order in which
+// a thread's scores already lie, so that P needs no shuffles; columns of v leave in an order that o undoes at the end.
+// The matrix unit sums 8-bit products with fewer bits than f32 has: each tile's P v starts from zero and is added to o in f32.
+// P is scaled by 2^8 against the exact running maximum and rounded on a grid of tiles at absolute key positions.
+#include "../common/wgmma_fp8.cuh"
+#include "forward_tile.cuh"
+
+namespace suanpan {
+
+// Found by search on one H200. kToken as in forward_tile.cuh; from 6 on one warpgroup at a time takes exponentials, and passes after
+// all, 3/4 or half of them (6, 7, 8).
+template <int D> struct Fp8Shape;
+template <> struct Fp8Shape<128> { static constexpr int kNumWg = 3, kKStages = 4, kVStages = 2, kTStages = 4, kToken = 1; };
+template <> struct Fp8Shape<256> { static constexpr int kNumWg = 2, kKStages = 2, kVStages = 2, kTStages = 2, kToken = 7; };
+#ifdef FP8_VARIANT  // V_*: for the search only
+struct Fp8Chosen { static constexpr int kNumWg = V_WG, kKStages = V_K, kVStages = V_V, kTStages = V_T, kToken = V_TOKEN; };
+#else
+using Fp8Chosen = Fp8Shape<HEAD_DIM>;
+#endif
+
+struct Fp8Scales {  // [batch, num_kv_heads] each, or null: 1
+  const float* q;
+  const float* k;
+  const float* v;
+};
+
+template <int D> struct Fp8Layout {
+  using S = Fp8Chosen;
+  static constexpr int kBn = 128;
+  static constexpr int kChunks = D / 128;            // 128-column chunks of 128 bytes
+  static constexpr int kQChunk = 64 * 128;
+  static constexpr int kQWg = kChunks * kQChunk;
+  static constexpr int kChunk = kBn * 128;           // of K and V as stored, and of V transposed
+  static constexpr int kTile = kChunks * kChunk;
+  static constexpr int kK = S::kNumWg * kQWg;
+  static constexpr int kV = kK + S::kKStages * kTile;
+  static constexpr int kT = kV + S::kVStages * kTile;
+  static constexpr int kBars = kT + S::kTStages * kTile;
+  static constexpr int kNumBars = 2 * (S::kKStages + S::kVStages + S::kTStages + S::kNumWg) + 5;
+  static constexpr int kSlots = (kBars + kNumBars * 8 + 15) / 16 * 16;
+  static constexpr int kZero = kSlots + 2 * (int)sizeof(Tile);  // a float that is zero
+  static constexpr int kBytes = kZero + 16 + 1024;
+  static_assert(kBytes <= 232448, "more shared memory than a block can have");
+};
+
+// Every role goes by one word, for want of registers: key tiles so far (key tile n lies in stage n % STAGES, a power of two), from
+// bit 29 the parity of the next q, and from bit 30 tiles so far, modulo 4.
+constexpr uint32_t kOneQ = 1u << 29, kOneTile = 1u << 30;
+__device__ __forceinline__ int slot_of(uint32_t n) { return n >> 30 & 1; }
+__device__ __forceinline__ uint32_t slot_parity(uint32_t n) { return n >> 31; }
+template <int STAGES> __device__ __forceinline__ int stage_of(uint32_t n) { return n % STAGES; }
+template <int STAGES> __device__ __forceinline__ uint32_t parity_of(uint32_t n) { return n / STAGES & 1; }
+
+constexpr float kPLog2 = 8.f;  // P is multiplied by 2^8: up to 256 of e4m3's 448
+
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
+  uint32_t r;
+  asm("{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3; mov.b32 %0, {lo, hi}; }"
+      : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+
+// Half of one tile of v, [64 keys of 128, D] -> [D, 64 keys of 128], by one warp of two. Within 16 keys: position 4c + i holds key 2c + i % 2 + 8 * (i / 2).
+// Within 16 columns: row g holds column 2g, row 8 + g column 2g + 1. Both sides swizzled, without bank conflicts.
+template <int CHUNKS> __device__ __forceinline__ void transpose_half(uint32_t from, uint32_t to, int half, int lane) {
+  const int r = lane & 7, m = lane >> 3;
+  // ldmatrix: matrices 0, 1: keys 0-7 and 8-15 of 16 columns; 2, 3: of the next 16. stmatrix: even and odd columns of the same.
+  from += (64 * half + r + 8 * (m & 1)) * 128 + ((m >> 1) ^ r) * 16;
+  to += (r + 8 * (m & 1) + 16 * (m >> 1)) * 128 + r * 16;
+  constexpr int kBatch = 2;  // loads in flight
+#pragma unroll 1
+  for (int c = 0; c < CHUNKS; ++c, from += 64 * 128, to += 128 * 128)
+#pragma unroll 1
+    for (int keys = 4 * half; keys < 4 * half + 4; ++keys, from += 16 * 128)
+#pragma unroll
+      for (int columns = 0; columns < 8; columns += 2 * kBatch) {
+        uint32_t a[kBatch][4];
+#pragma unroll
+        for (int n = 0; n < kBatch; ++n)
+          asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(a[n][0]), "=r"(a[n][1]), "=r"(a[n][2]), "=r"(a[n][3]) : "r"(from ^ (columns + 2 * n) * 16) : "memory");
+#pragma unroll
+        for (int n = 0; n < kBatch; ++n)
+          asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                       ::"r"((to ^ keys * 16) + (columns + 2 * n) * 16 * 128),
+                       "r"(__byte_perm(a[n][0], a[n][1], 0x6420)), "r"(__byte_perm(a[n][0], a[n][1], 0x7531)),
+                       "r"(__byte_perm(a[n][2], a[n][3], 0x6420)), "r"(__byte_perm(a[n][2], a[n][3], 0x7531)) : "memory");
+      }
+}
+
+template <int D, int MODE>
+__device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtensorMap* k_map, const CUtensorMap* v_map,
+                                         const ForwardParams& p, const Fp8Scales& scales) {
+  using L = Fp8Layout<D>;
+  using S = Fp8Chosen;
+  constexpr int BM = S::kNumWg * 64, BN = L::kBn;
+  extern __shared__ uint8_t smem_raw[];
+  const uint32_t base = (smem_addr(smem_raw) + 1023) & ~1023u;
+  const auto bar = [&](int i) { return base + L::kBars + 8 * i; };
+  constexpr int k_full = 0, k_empty = k_full + S::kKStages, v_full = k_empty + S::kKStages, v_empty = v_full + S::kVStages;
+  constexpr int t_full = v_empty + S::kVStages, t_empty = t_full + S::kTStages, q_full = t_empty + S::kTStages;
+  constexpr int q_done = q_full + S::kNumWg, slot_full = q_done + S::kNumWg, slot_empty = slot_full + 2, draw = slot_empty + 2;
+  Tile* slots = (Tile*)(smem_raw + (base - smem_addr(smem_raw)) + L::kSlots);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < S::kKStages; ++s) { mbar_init(bar(k_full + s), 1); mbar_init(bar(k_empty + s), 4 * S::kNumWg); }
+    for (int s = 0; s < S::kVStages; ++s) { mbar_init(bar(v_full + s), 1); mbar_init(bar(v_empty + s), 2); }
+    for (int s = 0; s < S::kTStages; ++s) { mbar_init(bar(t_full + s), 2); mbar_init(bar(t_empty + s), 4 * S::kNumWg); }
+    for (int w = 0; w < S::kNumWg; ++w) { mbar_init(bar(q_full + w), 1); mbar_init(bar(q_done + w), 4); }
+    for (int b = 0; b < 2; ++b) { mbar_init(bar(slot_full + b), 1); mbar_init(bar(slot_empty + b), 3 + 4 * S::kNumWg); }
+    mbar_init(bar(draw), 1);
+    store_shared(base + L::kZero, 0.f);
+    mbar_init_fence();
+    tma_prefetch_map(q_map);
+    tma_prefetch_map(k_map);
+    tma_prefetch_map(v_map);
+  }
+  __syncthreads();
+  uint32_t n = 0;
+
+  if (warp < 4) {
+    registers_down<(S::kNumWg == 3) ? 32 : 40>();
+    const auto last_key_tile = [&](const auto& t) { return key_tiles<BN, MODE>(tile_keys<BM, MODE>(p, t)).end - 1; };
+    if (warp == 0 && lane == 0) {  // K and V
+      Tile t;
+      const auto load = [&](uint32_t to, const CUtensorMap* map, uint32_t full, int token) {
+        mbar_expect(full, L::kTile);
+#pragma unroll
+        for (int c = 0; c < L::kChunks; ++c) tma_load_3d(to + c * L::kChunk, map, full, c * 128, token, t.kv_head);
+      };
+      for (;; n += kOneTile) {
+        mbar_wait(bar(slot_full + slot_of(n)), slot_parity(n));
+        t = slots[slot_of(n)];
+        mbar_arrive(bar(slot_empty + slot_of(n)));
+        if (t.head < 0) break;
+        int j = last_key_tile(t);
+        const int draw_at = min(j, 2);
+        if (j < 0) mbar_arrive(bar(draw));
+#pragma unroll 1
+        for (; j >= 0; --j, ++n) {
+          const int k = stage_of<S::kKStages>(n), v = stage_of<S::kVStages>(n);
+          mbar_wait(bar(k_empty + k), parity_of<S::kKStages>(n) ^ 1);
+          load(base + L::kK + k * L::kTile, k_map, bar(k_full + k), t.k0 + j * BN);
+          mbar_wait(bar(v_empty + v), parity_of<S::kVStages>(n) ^ 1);
+          load(base + L::kV + v * L::kTile, v_map, bar(v_full + v), t.k0 + j * BN);
+          if (j == draw_at) mbar_arrive(bar(draw));  // as in forward.cu
+        }
+      }
+    } else if (warp >= 2) {  // transpose V, half a tile each
+      for (;; n += kOneTile) {
+        mbar_wait(bar(slot_full + slot_of(n)), slot_parity(n));
+        const volatile Tile& t = slots[slot_of(n)];
+        if (t.head < 0) break;
+        int tail = t.len_k, j = last_key_tile(t);  // tail: keys from the first of tile j to the end
+        tail -= j * BN;
+        __syncwarp();
+        if (lane == 0) mbar_arrive(bar(slot_empty + slot_of(n)));
+#pragma unroll 1
+        for (; j >= 0; --j, ++n, tail += BN) {
+          const int v = stage_of<S::kVStages>(n), transposed = stage_of<S::kTStages>(n);
+          const uint32_t from = base + L::kV + v * L::kTile;
+          mbar_wait(bar(v_full + v), parity_of<S::kVStages>(n));
+          if (tail < BN) {  // rows past the sequence may hold anything, and 0 * NaN is NaN
+            for (int i = max(tail, 64 * (warp - 2)) * 8 + lane; i < 64 * (warp - 1) * 8; i += 32)
+              for (int c = 0; c < L::kChunks; ++c)
+                asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(from + c * L::kChunk + i * 16), "r"(0) : "memory");
+            __syncwarp();
+          }
+          mbar_wait(bar(t_empty + transposed), parity_of<S::kTStages>(n) ^ 1);
+          transpose_half<L::kChunks>(from, base + L::kT + transposed * L::kTile, warp - 2, lane);
+          fence_async_proxy();
+          __syncwarp();
+          if (lane == 0) { mbar_arrive(bar(v_empty + v)); mbar_arrive(bar(t_full + transposed)); }
+        }
+      }
+    } else if (warp == 1 && lane == 0) {  // draws tiles, works them out and loads their q
+      const int total = (p.seqlen_q_max + BM - 1) / BM * p.batch * p.num_kv_heads * p.group_size;
+      uint32_t phases = ~0u;  // bit w: parity of the next wait on q_done; the first falls through
+      for (int i = blockIdx.x;; i = gridDim.x + atomicAdd(p.counter, 1)) {
+        volatile Tile& t = slots[slot_of(n)];
+        mbar_wait(bar(slot_empty + slot_of(n)), slot_parity(n) ^ 1);
+        while (i < total && !tile_at<S::kNumWg, BN, MODE>(p, i, t)) i = gridDim.x + atomicAdd(p.counter, 1);
+        if (i >= total) t.head = -1;
+        mbar_arrive(bar(slot_full + slot_of(n)));
+        if (i >= total) break;
+        for (int w = 0; w < S::kNumWg; ++w) {
+          const int row = t.row0 + w * 64;
+          if (row < 0 || row >= t.len_q) continue;
+          mbar_wait(bar(q_done + w), phases >> w & 1);
+          phases ^= 1u << w;
+          mbar_expect(bar(q_full + w), L::kQWg);
+#pragma unroll
+          for (int c = 0; c < L::kChunks; ++c)
+            tma_load_3d(base + w * L::kQWg + c * L::kQChunk, q_map, bar(q_full + w), c * 128, t.q0 + row, t.head);
+        }
+        mbar_wait(bar(draw), slot_of(n));
+        n += kOneTile;
+      }
+      if (atomicAdd(p.counter + 1, 1) == (int)gridDim.x - 1) {  // every block has drawn its last
+        p.counter[0] = 0;
+        p.counter[1] = 0;
+      }
+    }
+  } else {
+    registers_up<(S::kNumWg == 3) ? 160 : 232>();
+    const int wg = warp / 4 - 1;
+    const int row_in_wg = (warp & 3) * 16 + lane / 4;
+    float o[L::kChunks][64];
+    const auto release = [&](int b) { if (lane == 0) mbar_arrive(bar(b)); };
+    const auto take_token = [&] { if (S::kToken) named_sync(8 + wg, 256); };
+    const auto pass_token = [&](int place) { if (S::kToken && S::kToken == place) named_arrive(8 + (wg + 1) % S::kNumWg, 256); };
+    if (wg == S::kNumWg - 1) pass_token(S::kToken);
+    for (;; release(slot_empty + slot_of(n)), n += kOneTile) {
+      mbar_wait(bar(slot_full + slot_of(n)), slot_parity(n));
+      const volatile Tile& t = slots[slot_of(n)];  // read where it lies: registers are short
+      if (t.head < 0) break;
+      const int row0 = t.row0 + wg * 64;
+      const int rows = row0 < 0 ? 0 : min(64, t.len_q - row0);
+      int j = key_tiles<BN, MODE>(tile_keys<BM, MODE>(p, t)).end - 1;
+      const auto skip = [&] {  // a tile that none of this warpgroup's rows sees
+        take_token();
+        pass_token(S::kToken);
+        mbar_wait(bar(k_full + stage_of<S::kKStages>(n)), parity_of<S::kKStages>(n));
+        release(k_empty + stage_of<S::kKStages>(n));
+        mbar_wait(bar(t_full + stage_of<S::kTStages>(n)), parity_of<S::kTStages>(n));
+        release(t_empty + stage_of<S::kTStages>(n));
+        ++n;
+      };
+      if (rows <= 0) {
+#pragma unroll 1
+        for (; j >= 0; --j) skip();
+        __syncwarp();
+        continue;
+      }
+      const Part mine = part_of<BN, MODE>(p, t, row0, rows);
+      const int unit = t.batch * p.num_kv_heads + t.kv_head;
+      float factor = 1.f;
+      if (scales.q) factor = scales.q[unit];
+      if (scales.k) factor *= scales.k[unit];
+      const float scale_log2 = p.scale_log2 * factor;
+      float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
+#pragma unroll
+      for (int c = 0; c < L::kChunks; ++c)
+#pragma unroll
+        for (int i = 0; i < 64; ++i) o[c][i] = 0.f;
+#pragma unroll 1
+      for (; j >= mine.end; --j) skip();
+      mbar_wait(bar(q_full + wg), n / kOneQ & 1);
+      n ^= kOneQ;
+      if (j < 0) release(q_done + wg);
+      const uint32_t qd = desc_low(base + wg * L::kQWg, 0);
+#pragma unroll 1
+      for (; j >= 0; --j, ++n) {
+        mbar_wait(bar(k_full + stage_of<S::kKStages>(n)), parity_of<S::kKStages>(n));
+        if (S::kToken < 6) take_token();
+        const uint32_t kd = desc_low(base + L::kK + stage_of<S::kKStages>(n) * L::kTile, 0);
+        float s[64];
+        wgmma_fence();
+        WgmmaFp8::ss_first(s, desc(qd), desc(kd));
+#pragma unroll
+        for (int ks = 1; ks < D / 32; ++ks) {
+          WgmmaFp8::ss(s, desc(qd + ((ks / 4) * L::kQChunk + (ks % 4) * 32) / 16), desc(kd + ((ks / 4) * L::kChunk + (ks % 4) * 32) / 16), 1);
+          if (S::kToken == 2 && ks == D / 64 - 1) wgmma_commit();
+        }
+        wgmma_commit();
+        pass_token(1);
+        if (S::kToken == 2) wgmma_wait<1>();
+        pass_token(2);
+        wgmma_wait<0>();
+        pin(s);
+        pass_token(3);
+        release(k_empty + stage_of<S::kKStages>(n));
+        if (j == 0) release(q_done + wg);
+        if (j >= mine.whole_end) {
+          int limit[2];
+          for (int h = 0; h < 2; ++h) limit[h] = visible<MODE>(p, t, row0 + row_in_wg + 8 * h).end - j * BN - 2 * (lane & 3);
+#pragma unroll
+          for (int i = 0; i < 64; ++i)
+            if ((i / 4) * 8 + (i & 1) >= limit[(i >> 1) & 1]) s[i] = -INFINITY;
+        }
+        float corr[2], off[2];
+        {
+          float mx[2][2] = {{s[0], s[1]}, {s[2], s[3]}};
+#pragma unroll
+          for (int i = 4; i < 64; ++i) mx[(i >> 1) & 1][i & 1] = fmaxf(mx[(i >> 1) & 1][i & 1], s[i]);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            float m = fmaxf(fmaxf(mx[h][0], mx[h][1]), row_max[h]);
+            m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+            m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+            corr[h] = m == -INFINITY ? 1.f : exp2_fast((row_max[h] - m) * scale_log2);
+            off[h] = m == -INFINITY ? 0.f : m * scale_log2 - kPLog2;
+            row_max[h] = m;
+          }
+        }
+        pass_token(4);
+        if (S::kToken >= 6) {  // the assembler moves arithmetic across barriers, but no load: hang the exponentials on one
+          take_token();
+          const float zero = load_shared(base + L::kZero);
+          off[0] += zero;
+          off[1] += zero;
+        }
+        uint32_t pk[16];
+        row_sum[0] *= corr[0];
+        row_sum[1] *= corr[1];
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+          s[i] = exp2_fast(fmaf(s[i], scale_log2, -off[(i >> 1) & 1]));
+          row_sum[(i >> 1) & 1] += s[i];
+          // A sum of exponentials is not negative, which the assembler does not know: it has to have them first.
+          if (S::kToken >= 6 && i == (S::kToken == 6 ? 63 : S::kToken == 7 ? 47 : 31))
+            named_arrive(8 + (wg + 1) % S::kNumWg + (row_sum[0] + row_sum[1] < 0.f), 256);
+        }
+#pragma unroll
+        for (int ks = 0; ks < 4; ++ks)
+#pragma unroll
+          for (int r = 0; r < 4; ++r) {  // r: row half, key half
+            const int i = (4 * ks + 2 * (r >> 1)) * 4 + 2 * (r & 1);
+            pk[4 * ks + r] = pack_e4m3(s[i], s[i + 1], s[i + 4], s[i + 5]);
+          }
+        mbar_wait(bar(t_full + stage_of<S::kTStages>(n)), parity_of<S::kTStages>(n));
+        const uint32_t td = desc_low(base + L::kT + stage_of<S::kTStages>(n) * L::kTile, 0);
+#pragma unroll
+        for (int c = 0; c < L::kChunks; ++c) {
+          float sum[64];
+          wgmma_fence();
+          WgmmaFp8::rs_first(sum, pk, desc(td + c * L::kChunk / 16));
+#pragma unroll
+          for (int ks = 1; ks < 4; ++ks) WgmmaFp8::rs(sum, pk + 4 * ks, desc(td + (c * L::kChunk + ks * 32) / 16), 1);
+          wgmma_commit();
+          wgmma_wait<0>();
+          pin(sum);
+          if (c == L::kChunks - 1) release(t_empty + stage_of<S::kTStages>(n));
+#pragma unroll
+          for (int i = 0; i < 64; ++i) o[c][i] = fmaf(o[c][i], corr[(i >> 1) & 1], sum[i]);
+        }
+      }
+
+      const float v_scale = scales.v ? scales.v[unit] : 1.f;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum = row_sum[h];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const int row = row0 + row_in_wg + 8 * h;
+        const float inv = sum > 0.f ? v_scale / sum : 0.f;
+        if (row >= t.len_q) continue;  // the next rows belong to another sequence
+        if ((lane & 3) == 0)
+          p.lse[(long long)t.head * p.total_q + t.q0 + row] =
+              sum > 0.f ? (row_max[h] * scale_log2 - kPLog2) * 0.69314718f + logf(sum) : -INFINITY;
+        uint16_t* to = (uint16_t*)p.o + (long long)(t.q0 + row) * p.o_token_stride + t.head * p.o_head_stride + 4 * (lane & 3);
+#pragma unroll
+        for (int c = 0; c < L::kChunks; ++c)
+#pragma unroll
+          for (int u = 0; u < 8; ++u) {  // 16 columns: this thread's accumulators are four neighbours
+            const int i = 8 * u + 2 * h;
+            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to + c * 128 + u * 16),
+                         "r"(pack_bf16(o[c][i] * inv, o[c][i + 4] * inv)), "r"(pack_bf16(o[c][i + 1] * inv, o[c][i + 5] * inv)) : "memory");
+          }
+      }
+      __syncwarp();
+    }
+  }
+}
+
+// What the host must know of this build: math warpgroups, keys a tile, bytes of shared memory.
+extern "C" __device__ const int forward_tiling[3] = {Fp8Chosen::kNumWg, Fp8Layout<HEAD_DIM>::kBn, Fp8Layout<HEAD_DIM>::kBytes};
+
+#define FP8_KERNEL(NAME, MODE)                                                                                                \
+  extern "C" __global__ void __launch_bounds__((Fp8Chosen::kNumWg + 1) * 128, 1)                                              \
+      NAME(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,                              \
+           const __grid_constant__ CUtensorMap v_map, const __grid_constant__ ForwardParams p,                                \
+           const __grid_constant__ Fp8Scales scales) {                                                                        \
+    fp8_body<HEAD_DIM, MODE>(&q_map, &k_map, &v_map, p, scales);                                                              \
+  }
+FP8_KERNEL(forward_fp8_full, kFull)
+FP8_KERNEL(forward_fp8_causal, kCausal)
+
+}  // namespace suanpan

@@ -1,0 +1,220 @@
+// Exact attention forward for Hopper: parameters, tile shapes, shared-memory layout, the order of tiles and the keys that a row sees.
+// Not here: anything that computes (forward_math.cuh) or moves data (forward.cu).
+#pragma once
+#include "../common/ptx.cuh"
+#include "../common/wgmma.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#endif
+#ifndef HEAD_DIM_V
+#define HEAD_DIM_V HEAD_DIM
+#endif
+#ifndef DTYPE
+#define DTYPE Bf16
+#endif
+
+namespace suanpan {
+
+enum Mode { kFull, kCausal, kFeatures };
+
+struct ForwardParams {
+  float* lse;            // [num_q_heads, total_q], natural logarithm
+  void* o;               // [total_q, num_q_heads, head_dim_v] with the two strides below, in elements
+  const int* cu_q;       // [batch + 1] exclusive prefix sums, or null: every sequence has seqlen_q_max tokens
+  const int* cu_k;       // the same for keys (paged: lengths only)
+  int* counter;          // {tiles drawn, blocks done}: zero before the first launch, left zero by every launch
+  long long o_token_stride;
+  long long o_head_stride;
+  int total_q;
+  int batch;
+  int num_kv_heads;
+  int group_size;
+  int seqlen_q_max;
+  int seqlen_k_max;
+  int units_per_section; // (sequence, kv head) pairs whose K and V stay in L2 together
+  float scale;           // of scores as they stand before the softmax; ln(2) where they come changed, in powers of two
+  float scale_log2;      // scale * log2(e)
+  // From here on: read by kFeatures alone.
+  const int* page_table;       // [batch, pages_max], or null: K and V are contiguous
+  const float* alibi_slopes;   // [num_q_heads], or null
+  const float* sinks;          // [num_q_heads], or null
+  const uint32_t* tree;        // [total_q, tree_words]: bit j of a row: it sees key seqlen_k - seqlen_q + j; or null
+  int tree_words;
+  int page_size;
+  int pages_max;
+  int box_rows;                // rows of K and V that one copy moves: the greatest common divisor of page and tile
+  int left;                    // keys before a row's own position that it sees; 2^30 - 1 stands for all
+  int right;                   // the same after it
+  int chunk;                   // a row sees only keys of its own chunk; 0 is no chunks
+  int top_left;                // the first row stands on the first key, instead of the last on the last
+  int longest_first;           // later rows see more keys
+  float softcap_log2;          // cap * log2(e); 0 is no cap
+  float softcap_inner;         // 2 * softmax_scale * log2(e) / cap
+  float dot_scale_log2;        // softmax_scale * log2(e)
+  int change_scores;           // there is a cap or a slope: dot products become scores in powers of two before the softmax
+};
+
+// Found by search on one H200 (docs/cuda-attn-notes.md). Three math warpgroups leave 160 registers a thread, two leave 232. With
+// overlap a warpgroup computes the next tile's scores beside this tile's P v, at the price of S and P living at once.
+// kToken: where in its step a warpgroup passes the token: 1 when q k^T is issued, 2 at its half, 3 when it is done, 4 after
+// the maxima, 5 amid the exponentials; 0 is no token.
+template <int D, int DV> struct Shape;
+template <> struct Shape<64, 64>   { static constexpr int kNumWg = 3, kBn = 128, kStages = 4, kQBufs = 2, kToken = 0; static constexpr bool kOverlap = true; };
+template <> struct Shape<96, 96>   { static constexpr int kNumWg = 3, kBn = 128, kStages = 2, kQBufs = 2, kToken = 2; static constexpr bool kOverlap = false; };
+template <> struct Shape<128, 128> { static constexpr int kNumWg = 3, kBn = 128, kStages = 2, kQBufs = 2, kToken = 2; static constexpr bool kOverlap = false; };
+template <> struct Shape<192, 128> { static constexpr int kNumWg = 2, kBn = 128, kStages = 2, kQBufs = 1, kToken = 1; static constexpr bool kOverlap = true; };
+template <> struct Shape<192, 192> { static constexpr int kNumWg = 2, kBn = 96, kStages = 2, kQBufs = 1, kToken = 1; static constexpr bool kOverlap = true; };
+template <> struct Shape<256, 256> { static constexpr int kNumWg = 2, kBn = 64, kStages = 2, kQBufs = 1, kToken = 1; static constexpr bool kOverlap = true; };
+#ifdef VARIANT  // V_*: for the search only
+struct Chosen { static constexpr int kNumWg = V_WG, kBn = V_BN, kStages = V_STAGES, kQBufs = V_QBUFS, kToken = V_TOKEN; static constexpr bool kOverlap = V_OVERLAP; };
+#else
+using Chosen = Shape<HEAD_DIM, HEAD_DIM_V>;
+#endif
+
+template <int D, int DV> struct Layout {
+  static constexpr int kNumWg = Chosen::kNumWg, kBn = Chosen::kBn, kStages = Chosen::kStages, kQBufs = Chosen::kQBufs;
+  static constexpr int kChunks = (D + 63) / 64;        // 64-column chunks of 128 bytes; columns past D arrive as zeros
+  static constexpr int kVChunks = (DV + 63) / 64;
+  static constexpr int kQChunk = 64 * 128;             // bytes of one chunk of one warpgroup's rows
+  static constexpr int kQWg = kChunks * kQChunk;
+  static constexpr int kQBuf = kNumWg * kQWg;
+  static constexpr int kKvChunk = kBn * 128;
+  static constexpr int kKTile = kChunks * kKvChunk;
+  static constexpr int kVTile = kVChunks * kKvChunk;
+  static constexpr int kK = kQBufs * kQBuf;
+  static constexpr int kV = kK + kStages * kKTile;
+  static constexpr int kBars = kV + kStages * kVTile;
+  static constexpr int kNumBars = 4 * kStages + 2 * kQBufs * kNumWg + 5;
+  static constexpr int kSlots = (kBars + kNumBars * 8 + 15) / 16 * 16;  // two tiles in flight
+  static constexpr int kZero = kSlots + 2 * 112;               // a float of shared memory that `not_negative` never writes
+  static constexpr int kBytes = kZero + 16 + 1024;             // 1,024: the base is aligned by hand
+  static_assert(kBytes <= 232448, "more shared memory than a block can have");
+};
+
+// Key tiles of one warpgroup's rows: those that some row sees, and among them those that every row sees whole.
+struct Part { int start, end, whole_start, whole_end; };
+
+struct alignas(16) Tile {
+  int row0;  // first query row, within the sequence; negative where the first warpgroups have no rows
+  int head;  // -1: no more tiles
+  int kv_head, q0, k0, len_q, len_k, batch;
+  int key_start, key_end;  // kFeatures: keys that some row of the tile sees lie between
+  int unused[2];
+  Part part[4];            // kFeatures
+};
+static_assert(sizeof(Tile) == 112, "as Layout has it");
+
+struct Keys { int start, end; };  // empty where start = end
+
+// Keys that `row` of a sequence sees: suanpan_base::Mask::visible. Neither end ever falls from one row to the next.
+template <int MODE, class AnyTile> __device__ __forceinline__ Keys visible(const ForwardParams& p, const AnyTile& t, int row) {
+  if (MODE == kFull) return {0, t.len_k};
+  if (MODE == kCausal) return {0, max(0, min(t.len_k, t.len_k - t.len_q + row + 1))};
+  const auto clip = [&](int x) { return max(0, min(x, t.len_k)); };
+  const int centre = row + (p.top_left ? 0 : t.len_k - t.len_q);
+  int start = clip(centre - p.left), end = clip(centre + p.right + 1);
+  if (p.chunk) {
+    const int first = (centre >= 0 ? centre / p.chunk : -1) * p.chunk;  // no key lies before 0: any chunk down there is empty
+    start = max(start, clip(first));
+    end = min(end, clip(first + p.chunk));
+  }
+  return {min(start, end), end};
+}
+
+// Keys that some row of first..=last sees.
+template <int MODE, class AnyTile>
+__device__ __forceinline__ Keys visible_hull(const ForwardParams& p, const AnyTile& t, int first, int last) {
+  const Keys a = visible<MODE>(p, t, first), b = visible<MODE>(p, t, last);
+  return {min(a.start, b.end), b.end};
+}
+
+// Keys that some row of a tile of BM rows sees.
+template <int BM, int MODE, class AnyTile> __device__ __forceinline__ Keys tile_keys(const ForwardParams& p, const AnyTile& t) {
+  if (MODE == kFeatures) return {t.key_start, t.key_end};
+  return {0, visible<MODE>(p, t, min(t.len_q, t.row0 + BM) - 1).end};
+}
+
+// Key tiles that cover `keys`, first and one past the last; none where there are no keys.
+template <int BN, int MODE> __device__ __forceinline__ Keys key_tiles(const Keys& keys) {
+  const int end = (keys.end + BN - 1) / BN;
+  return {MODE != kFeatures ? 0 : keys.start < keys.end ? keys.start / BN : end, end};
+}
+
+template <int BN, int MODE, class AnyTile>
+__device__ __forceinline__ Part part_of(const ForwardParams& p, const AnyTile& t, int row0, int rows) {
+  const Keys some = key_tiles<BN, MODE>(visible_hull<MODE>(p, t, row0, row0 + rows - 1));
+  int whole_end = visible<MODE>(p, t, row0).end / BN;
+  const int whole_start = MODE == kFeatures ? (visible<MODE>(p, t, row0 + rows - 1).start + BN - 1) / BN : 0;
+  if (MODE == kFeatures && p.tree) whole_end = min(whole_end, max(0, t.len_k - t.len_q) / BN);
+  return {some.start, some.end, whole_start, whole_end};
+}
+
+// Tile number -> tile; false when the sequence has no such tile. Order: sections whose K and V fit in L2 together. Where later
+// rows see more, longest first inside a section, and the shortest quarter of all sections is kept for the end (a sixteenth of
+// the work), where it fills the gaps that the last long tiles leave.
+template <int NUM_WG, int BN, int MODE> __device__ __forceinline__ bool tile_at(const ForwardParams& p, int i, volatile Tile& t) {
+  constexpr int BM = NUM_WG * 64;
+  const bool longest_first = MODE == kCausal || (MODE == kFeatures && p.longest_first);
+  const int num_m = (p.seqlen_q_max + BM - 1) / BM;
+  const int all_units = p.batch * p.num_kv_heads;
+  const int short_m = longest_first ? num_m / 4 : 0;
+  int top = num_m, first = 0, units = all_units;
+  if (i < all_units * p.group_size * (num_m - short_m)) {
+    const int per_unit = (num_m - short_m) * p.group_size;
+    first = i / (per_unit * p.units_per_section) * p.units_per_section;
+    units = min(p.units_per_section, all_units - first);
+    i -= first * per_unit;
+  } else {
+    top = short_m;
+    i -= all_units * p.group_size * (num_m - short_m);
+  }
+  const int heads = units * p.group_size;
+  const int rank = i / heads;
+  const int h = i - rank * heads;
+  const int m = longest_first ? top - 1 - rank : rank;
+  const int unit = first + h / p.group_size;
+  const int b = unit / p.num_kv_heads;
+  const int kv_head = unit - b * p.num_kv_heads;
+  t.batch = b;
+  t.kv_head = kv_head;
+  t.head = kv_head * p.group_size + h % p.group_size;
+  int q0 = b * p.seqlen_q_max, len_q = p.seqlen_q_max, k0 = b * p.seqlen_k_max, len_k = p.seqlen_k_max;
+  if (p.cu_q) { q0 = p.cu_q[b]; len_q = p.cu_q[b + 1] - q0; }
+  if (p.cu_k) { k0 = p.cu_k[b]; len_k = p.cu_k[b + 1] - k0; }
+  t.q0 = q0;
+  t.k0 = k0;
+  t.len_q = len_q;
+  t.len_k = len_k;
+  const int mine = (len_q + BM - 1) / BM;
+  // The tile that is not full is the first one: when causal it is also the shortest.
+  const int row0 = m * BM - (longest_first ? (mine * BM - len_q) / 64 * 64 : 0);
+  t.row0 = row0;
+  if (m >= mine) return false;
+  if (MODE == kFeatures) {
+    const Keys keys = visible_hull<MODE>(p, t, max(0, t.row0), min(t.len_q, t.row0 + BM) - 1);
+    t.key_start = keys.start;
+    t.key_end = keys.end;
+#pragma unroll 1
+    for (int w = 0; w < NUM_WG; ++w) {
+      const int first = t.row0 + 64 * w, rows = min(64, t.len_q - first);
+      if (first < 0 || rows <= 0) continue;
+      const Part part = part_of<BN, MODE>(p, t, first, rows);
+      t.part[w].start = part.start;
+      t.part[w].end = part.end;
+      t.part[w].whole_start = part.whole_start;
+      t.part[w].whole_end = part.whole_end;
+    }
+  }
+  return true;
+}
+
+template <int STAGES> struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+  }
+};
+
+}  // namespace suanpan

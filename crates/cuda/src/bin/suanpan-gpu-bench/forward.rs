@@ -1,0 +1,167 @@
+//! Forward cells of the bench: 32k tokens in all, 2,048 columns of value heads, as the peers are measured.
+use suanpan_base::{Mask, SeqLen};
+use suanpan_cuda::attention::Operand;
+use suanpan_cuda::attention::decode::Pages;
+use suanpan_cuda::attention::forward::{Forward, KeysValues, Paged, Scores};
+use suanpan_cuda::attention::forward_fp8::ForwardFp8;
+use suanpan_cuda::driver::Gpu;
+use suanpan_cuda::testing::{Buffer, Rng, time_us, to_e4m3};
+use suanpan_cuda::{Dtype, Error};
+
+/// What a name of `--masks` asks for.
+struct Asked {
+    mask: Mask,
+    page_size: Option<u32>,
+    softcap: Option<f32>,
+    alibi: bool,
+    sinks: bool,
+    fp8: bool,
+}
+
+fn asked(name: &str) -> Option<Asked> {
+    let number = |prefix: &str| name.strip_prefix(prefix)?.parse::<usize>().ok().filter(|n| *n > 0);
+    let mut a =
+        Asked { mask: Mask::CAUSAL, page_size: None, softcap: None, alibi: false, sinks: false, fp8: false };
+    if let Some(window) = number("window") {
+        a.mask = Mask::window(window);
+    } else if let Some(chunk) = number("chunk").and_then(std::num::NonZeroUsize::new) {
+        a.mask = Mask::chunked(chunk);
+    } else if let Some(page_size) = number("page") {
+        a.page_size = Some(page_size as u32);
+    } else {
+        match name {
+            "full" => a.mask = Mask::FULL,
+            "causal" => {}
+            "softcap" => a.softcap = Some(30.0),
+            "alibi" => a.alibi = true,
+            "sink" => a.sinks = true,
+            "fp8full" => (a.mask, a.fp8) = (Mask::FULL, true),
+            "fp8causal" => a.fp8 = true,
+            _ => return None,
+        }
+    }
+    Some(a)
+}
+
+/// Random normal numbers: 16 bits from the device; e4m3 from the host, repeated every megabyte.
+fn random(gpu: &Gpu, elements: usize, seed: u64, fp8: bool) -> Result<Buffer, Error> {
+    if !fp8 {
+        let b = Buffer::new(gpu, elements * 2)?;
+        b.fill_normal(gpu, seed, Dtype::Bf16)?;
+        return Ok(b);
+    }
+    let mut rng = Rng::new(seed);
+    let piece: Vec<u8> = (0..1 << 20).map(|_| to_e4m3(rng.normal())).collect();
+    let b = Buffer::new(gpu, elements)?;
+    for at in (0..elements).step_by(piece.len()) {
+        b.write(at, &piece[..piece.len().min(elements - at)])?;
+    }
+    Ok(b)
+}
+
+/// The same rows as pages in random order, and their table.
+fn paged(
+    gpu: &Gpu,
+    kv: (Operand, Operand),
+    page_size: u32,
+    shape: (u32, u32),
+) -> Result<(KeysValues, Buffer), Error> {
+    let (batch, seqlen) = shape;
+    let num_pages = batch * seqlen / page_size;
+    let mut rng = Rng::new(3);
+    let mut table: Vec<i32> = (0..num_pages as i32).collect();
+    for i in (1..table.len()).rev() {
+        table.swap(i, rng.below(i + 1));
+    }
+    let table = Buffer::from_slice(gpu, &table)?;
+    let pages = |x: Operand| Pages {
+        address: x.address,
+        page_stride: u64::from(page_size) * x.token_stride,
+        token_stride: x.token_stride,
+        head_stride: x.head_stride,
+    };
+    let (k, v, pages_max) = (pages(kv.0), pages(kv.1), seqlen / page_size);
+    Ok((KeysValues::Paged(Paged { k, v, page_table: table.address, pages_max, num_pages, page_size }), table))
+}
+
+/// Times one cell: `dims` is the head dim, 192128 stands for 192/128; `name` one of `--masks`.
+pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -> Result<(), Error> {
+    let Some(asked) = asked(name) else {
+        eprintln!("unknown mask {name}");
+        std::process::exit(2);
+    };
+    let (dim, dim_v) = if dims == 192_128 { (192, 128) } else { (dims, dims) };
+    let batch = (32768 / seqlen).max(1);
+    let (heads, tokens) = (2048 / dim_v, batch * seqlen);
+    let buffer = |dim: u32, seed| random(gpu, tokens as usize * (heads * dim) as usize, seed, asked.fp8);
+    let (q, k, v) = (buffer(dim, 77)?, buffer(dim, 78)?, buffer(dim_v, 79)?);
+    let o = Buffer::new(gpu, tokens as usize * (heads * dim_v) as usize * 2)?;
+    let lse = Buffer::new(gpu, tokens as usize * heads as usize * 4)?;
+    let counter = Buffer::from_slice(gpu, &[0u32; 2])?;
+    let halves = Buffer::from_slice(gpu, &vec![0.5f32; heads as usize])?;
+    let operand = |b: &Buffer, dim: u32| Operand {
+        address: b.address,
+        token_stride: u64::from(heads * dim),
+        head_stride: u64::from(dim),
+    };
+    let rows = (operand(&k, dim), operand(&v, dim_v));
+    let (kv, _table) = match asked.page_size {
+        Some(page_size) => paged(gpu, rows, page_size, (batch, seqlen))?,
+        None => (KeysValues::Packed { k: rows.0, v: rows.1 }, Buffer::new(gpu, 0)?),
+    };
+    let f = Forward {
+        q: operand(&q, dim),
+        kv,
+        o: operand(&o, dim_v),
+        lse: lse.address,
+        counter: counter.address,
+        cu_seqlens_q: None,
+        cu_seqlens_k: None,
+        total_q: tokens,
+        total_k: tokens,
+        batch,
+        seqlen_q_max: seqlen,
+        seqlen_k_max: seqlen,
+        num_q_heads: heads,
+        num_kv_heads: heads,
+        head_dim: dim,
+        head_dim_v: dim_v,
+        dtype: Dtype::Bf16,
+        mask: asked.mask,
+        scores: Scores {
+            softcap: asked.softcap,
+            alibi_slopes: asked.alibi.then_some(halves.address),
+            sinks: asked.sinks.then_some(halves.address),
+        },
+        tree: None,
+        softmax_scale: 1.0 / (dim as f32).sqrt(),
+    };
+    let fp8 = ForwardFp8 { attention: f, q_scales: None, k_scales: None, v_scales: None };
+    // SAFETY: the buffers cover the shapes and live past the synchronisation inside `time_us`.
+    let launch = || unsafe { if asked.fp8 { fp8.launch(gpu) } else { f.launch(gpu) } };
+    report(gpu, how, launch, &asked, (dims, name), (batch, seqlen, heads, dim + dim_v))
+}
+
+fn report(
+    gpu: &Gpu,
+    (repeats, label): (usize, &str),
+    mut launch: impl FnMut() -> Result<(), Error>,
+    asked: &Asked,
+    (dims, name): (u32, &str),
+    (batch, seqlen, heads, columns): (u32, u32, u32, u32),
+) -> Result<(), Error> {
+    // 0.15 s of work first: the power limit then holds the clock where it stays.
+    let once = time_us(gpu, 3, 3, &mut launch)?;
+    let us = time_us(gpu, repeats, (150_000.0 / once) as usize, &mut launch)?;
+    let square = f64::from(seqlen) * f64::from(seqlen);
+    let pairs = match asked.mask {
+        Mask::FULL => square,
+        Mask::CAUSAL => square / 2.0,
+        mask => mask.visible_pairs(SeqLen::new(seqlen as usize, seqlen as usize)) as f64,
+    };
+    let tflops = 2.0 * f64::from(batch) * f64::from(heads) * pairs * f64::from(columns) / us / 1e6;
+    println!(
+        "forward{label} d {dims} {name:6} S {seqlen:6} B {batch:2} H {heads:2}: {us:10.1} us {tflops:7.1} TFLOP/s"
+    );
+    Ok(())
+}
