@@ -1,0 +1,151 @@
+//! Launch of `kernels/attention/decode_cluster.cu`: clusters of blocks a kv head, splits at absolute positions.
+use super::decode::{Decode, KvType, Pages, Plan};
+use crate::Error;
+use crate::driver::{Address, Gpu};
+use std::ffi::c_void;
+
+/// Mirrors `Pages` of the kernel: strides of the data in bytes, of the scales in elements.
+#[repr(C)]
+struct CPages {
+    data: Address,
+    scale: Address,
+    page_stride: i64,
+    token_stride: i64,
+    head_stride: i64,
+    scale_page_stride: i64,
+    scale_token_stride: i64,
+    scale_head_stride: i64,
+}
+
+/// Mirrors `ClusterParams` of the kernel.
+#[repr(C)]
+struct Params {
+    q: Address,
+    q_token_stride: i64,
+    q_head_stride: i64,
+    k: CPages,
+    v: CPages,
+    o: Address,
+    lse: Address,
+    seqlens_k: Address,
+    page_table: Address,
+    partial: Address,
+    slopes: Address,
+    sinks: Address,
+    batch: i32,
+    seqlen_q: i32,
+    num_kv_heads: i32,
+    group_size: i32,
+    page_size: i32,
+    pages_max: i32,
+    parts: i32,
+    row_groups: i32,
+    left: i32,
+    scale: f32,
+    softcap: f32,
+}
+
+/// Most blocks a cluster can have.
+const RANKS_MAX: u32 = 16;
+
+/// Rows of one unit: the columns of one or two products.
+fn unit_rows(d: &Decode) -> u32 {
+    if d.rows() <= 8 { 8 } else { 16 }
+}
+
+fn units(d: &Decode) -> u32 {
+    d.num_kv_heads * d.rows().div_ceil(unit_rows(d))
+}
+
+/// As many blocks as the device holds, in clusters as large as that allows: their blocks merge fastest.
+pub(super) fn layout(d: &Decode, num_sms: u32) -> Plan {
+    let mut best = (0, Plan::Clusters { ranks: 1, parts: 1 });
+    for ranks in [16, 8, 4, 2, 1] {
+        let parts = num_sms / ranks / units(d);
+        if ranks * parts > best.0 {
+            best = (ranks * parts, Plan::Clusters { ranks, parts });
+        }
+    }
+    best.1
+}
+
+pub(super) fn partial_bytes(d: &Decode, parts: u32) -> u64 {
+    let words = u64::from(unit_rows(d)) * u64::from(d.head_dim) * 2;
+    u64::from(d.batch) * u64::from(units(d)) * u64::from(parts.saturating_sub(1)) * words * 4
+}
+
+fn pages(field: &'static str, x: &Pages, kv: KvType) -> Result<CPages, Error> {
+    let bytes = |n: u64| n * kv.bits() / 8;
+    let in_bytes = [bytes(x.page_stride), bytes(x.token_stride), bytes(x.head_stride)];
+    let aligned = x.address.is_multiple_of(16) && in_bytes.iter().all(|s| s.is_multiple_of(16));
+    if !aligned || in_bytes.iter().any(|s| *s >= 1 << 40) {
+        let asked = format!("address {:#x}, strides {in_bytes:?} bytes", x.address);
+        return Err(Error::Unsupported { field, asked, supported: "multiples of 16 bytes, strides under 2^40" });
+    }
+    if kv != KvType::Bf16 && (x.scales.address == 0 || !x.scales.address.is_multiple_of(4)) {
+        let asked = format!("scales at {:#x}", x.scales.address);
+        return Err(Error::Unsupported { field, asked, supported: "f32 scales of quantised numbers" });
+    }
+    Ok(CPages {
+        data: x.address,
+        scale: x.scales.address,
+        page_stride: in_bytes[0] as i64,
+        token_stride: in_bytes[1] as i64,
+        head_stride: in_bytes[2] as i64,
+        scale_page_stride: x.scales.page_stride as i64,
+        scale_token_stride: x.scales.token_stride as i64,
+        scale_head_stride: x.scales.head_stride as i64,
+    })
+}
+
+/// # Safety
+/// As `Decode::launch`.
+pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32) -> Result<(), Error> {
+    let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
+    if !ranks.is_power_of_two() || ranks > RANKS_MAX || !(1..=1024).contains(&parts) {
+        return bad("plan", format!("{ranks} ranks, {parts} parts"), "1, 2, 4, 8, 16 ranks, 1 to 1024 parts");
+    }
+    let q_strides = [d.q.token_stride * 2, d.q.head_stride * 2];
+    if !d.q.address.is_multiple_of(16) || q_strides.iter().any(|s| !s.is_multiple_of(16) || *s >= 1 << 40) {
+        return bad("q", format!("{:#x}, strides {q_strides:?} bytes", d.q.address), "multiples of 16 bytes");
+    }
+    let mut params = Params {
+        q: d.q.address,
+        q_token_stride: q_strides[0] as i64,
+        q_head_stride: q_strides[1] as i64,
+        k: pages("k", &d.k, d.kv_type)?,
+        v: pages("v", &d.v, d.kv_type)?,
+        o: d.o,
+        lse: d.lse,
+        seqlens_k: d.seqlens_k,
+        page_table: d.page_table,
+        partial: d.partial,
+        slopes: d.scores.slopes.unwrap_or(0),
+        sinks: d.scores.sinks.unwrap_or(0),
+        batch: d.batch as i32,
+        seqlen_q: d.seqlen_q as i32,
+        num_kv_heads: d.num_kv_heads as i32,
+        group_size: (d.num_q_heads / d.num_kv_heads) as i32,
+        page_size: d.page_size as i32,
+        pages_max: d.pages_max as i32,
+        parts: parts as i32,
+        row_groups: d.rows().div_ceil(unit_rows(d)) as i32,
+        left: d.scores.left.map_or(-1, |n| n.min(i32::MAX as u32) as i32),
+        scale: d.softmax_scale,
+        softcap: d.scores.softcap.unwrap_or(0.0),
+    };
+    let cubin = format!("decode_cluster_{}_{}", d.head_dim, d.kv_type.name());
+    let [smem_8, smem_16, threads_8, threads_16] = gpu.constants(&cubin, "decode_cluster_tiling")?;
+    let scores = d.scores != Default::default();
+    let (function, smem, threads) = match (unit_rows(d), scores) {
+        (8, false) => ("decode_8", smem_8, threads_8),
+        (8, true) => ("decode_8_scores", smem_8, threads_8),
+        (_, false) => ("decode_16", smem_16, threads_16),
+        (_, true) => ("decode_16_scores", smem_16, threads_16),
+    };
+    let kernel = gpu.kernel(&cubin, function, smem)?;
+    let grid = units(d) * ranks * parts;
+    let mut args: [*mut c_void; 1] = [(&raw mut params).cast()];
+    // SAFETY: the value is the kernel's only parameter; the caller vouches for the addresses.
+    unsafe { gpu.launch_clusters(kernel, grid, ranks, threads, smem, &mut args) }
+}
