@@ -162,14 +162,14 @@ impl Gpu {
         .map_err(call("cuLaunchKernel"))
     }
 
-    /// As `launch`, in clusters of `ranks` neighbouring blocks.
+    /// As `launch`, in clusters of `ranks` blocks side by side in x.
     ///
     /// # Safety
     /// As `launch`.
     pub unsafe fn launch_clusters(
         &self,
         kernel: Kernel,
-        grid: u32,
+        grid: (u32, u32, u32),
         ranks: u32,
         block: u32,
         smem_bytes: u32,
@@ -192,7 +192,7 @@ impl Gpu {
         smem_bytes: u32,
     ) -> Result<u32, Error> {
         let mut attribute = cluster_attribute(ranks);
-        let config = self.config(ranks, block, smem_bytes, &mut attribute);
+        let config = self.config((ranks, 1, 1), block, smem_bytes, &mut attribute);
         let mut clusters = 0;
         // SAFETY: the configuration outlives the call, which only fills `clusters`.
         unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, kernel.0, &config) }
@@ -203,15 +203,15 @@ impl Gpu {
 
     fn config(
         &self,
-        grid: u32,
+        grid: (u32, u32, u32),
         block: u32,
         smem_bytes: u32,
         attribute: &mut sys::CUlaunchAttribute,
     ) -> sys::CUlaunchConfig {
         sys::CUlaunchConfig {
-            gridDimX: grid,
-            gridDimY: 1,
-            gridDimZ: 1,
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
             blockDimX: block,
             blockDimY: 1,
             blockDimZ: 1,

@@ -39,7 +39,8 @@ struct Params {
     page_size: i32,
     pages_max: i32,
     parts: i32,
-    row_groups: i32,
+    group_inverse: i32,
+    page_inverse: u32,
     left: i32,
     scale: f32,
     softcap: f32,
@@ -109,6 +110,7 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32) -> Re
     if !d.q.address.is_multiple_of(16) || q_strides.iter().any(|s| !s.is_multiple_of(16) || *s >= 1 << 40) {
         return bad("q", format!("{:#x}, strides {q_strides:?} bytes", d.q.address), "multiples of 16 bytes");
     }
+    let group = d.num_q_heads / d.num_kv_heads;
     let mut params = Params {
         q: d.q.address,
         q_token_stride: q_strides[0] as i64,
@@ -125,11 +127,12 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32) -> Re
         batch: d.batch as i32,
         seqlen_q: d.seqlen_q as i32,
         num_kv_heads: d.num_kv_heads as i32,
-        group_size: (d.num_q_heads / d.num_kv_heads) as i32,
+        group_size: group as i32,
         page_size: d.page_size as i32,
         pages_max: d.pages_max as i32,
         parts: parts as i32,
-        row_groups: d.rows().div_ceil(unit_rows(d)) as i32,
+        group_inverse: (65536 / group + 1) as i32,
+        page_inverse: u32::try_from((1u64 << 32) / u64::from(d.page_size / 16)).unwrap_or(u32::MAX),
         left: d.scores.left.map_or(-1, |n| n.min(i32::MAX as u32) as i32),
         scale: d.softmax_scale,
         softcap: d.scores.softcap.unwrap_or(0.0),
@@ -144,7 +147,7 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32) -> Re
         (_, true) => ("decode_16_scores", smem_16, threads_16),
     };
     let kernel = gpu.kernel(&cubin, function, smem)?;
-    let grid = units(d) * ranks * parts;
+    let grid = (ranks * parts, d.num_kv_heads, d.rows().div_ceil(unit_rows(d)));
     let mut args: [*mut c_void; 1] = [(&raw mut params).cast()];
     // SAFETY: the value is the kernel's only parameter; the caller vouches for the addresses.
     unsafe { gpu.launch_clusters(kernel, grid, ranks, threads, smem, &mut args) }
