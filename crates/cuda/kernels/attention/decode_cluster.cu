@@ -1,10 +1,11 @@
 // Decode for Hopper (sm_90a) by clusters of blocks: few query rows per sequence over a paged KV cache of bf16, e4m3, 8-bit or
 // 4-bit numbers, split at absolute key positions. Not here: appending K and V. Built once per HEAD_DIM and KV type.
 //
-// Every kv head (and every 16 query rows of it) has its own clusters, and these take all sequences in turn: tile t of a sequence
-// belongs to block t mod blocks and there to warp t / blocks mod warps. So the load is even whatever the lengths are, a table
-// entry can be fetched before the length is known, and a sequence's result depends on nothing but itself: no bit changes when
-// the batch does. Each warp streams its tiles through a ring of its own (cp.async) with no block-wide step; they meet once a
+// Every kv head (and every 16 query rows of it) has its own clusters. Either these take all sequences in turn, tile t of a
+// sequence going to block t mod blocks and there to warp t / blocks mod warps: the load is even whatever the lengths are, a table
+// entry can be fetched before the length is known, and a sequence's result depends on nothing but itself, so that no bit changes
+// when the batch does. Or (`line`) all tiles form one line that is cut into equal parts, a cluster each, as in decode.cu: fewer
+// merges where sequences are many. Each warp streams its tiles through a ring of its own (cp.async) with no block-wide step; they meet once a
 // sequence: the warps' results are merged in shared memory, a slice of the sum goes to each block of the cluster, which adds
 // the slices up (distributed shared memory), and several clusters of one head meet in global memory the way of decode.cu:
 // words that wait at a bit pattern no arithmetic produces; only the last cluster waits, and for lower-numbered ones.
@@ -28,28 +29,32 @@ struct Pages {
 };
 
 struct ClusterParams {
-  const char* q;          // [batch * seqlen_q, num_q_heads, head_dim] bf16, strides in bytes
-  long long q_token_stride, q_head_stride;
-  Pages k, v;
-  void* o;                // [batch * seqlen_q, num_q_heads, head_dim] bf16, contiguous
-  float* lse;             // [num_q_heads, batch * seqlen_q], natural logarithm
   const int* seqlens_k;   // [batch]
   const int* page_table;  // [batch, pages_max]
-  float* partial;         // with parts > 1: [batch, row groups, num_kv_heads, parts - 1, rows, head_dim / 2, 4]; all bits one, left so
-  const float* slopes;    // [num_q_heads] or null
-  const float* sinks;     // [num_q_heads] or null
   int batch;
   int seqlen_q;           // row = token * group_size + head in group
-  int num_kv_heads;
-  int group_size;
   int page_size;          // tokens, a multiple of 16
+  uint32_t page_inverse;  // 2^32 / (page_size / 16), rounded down, below 2^32
   int pages_max;          // per sequence
   int parts;              // clusters that share a kv head: grid (parts * ranks, num_kv_heads, groups of 8 NT rows)
-  int group_inverse;      // 65536 / group_size + 1
-  uint32_t page_inverse;  // 2^32 / (page_size / 16), rounded down, below 2^32
+  int line;               // 1: parts of one line of all tiles; 0: every part takes its tiles of every sequence
   int left;               // keys before a row's own that it sees, or -1: all
+  Pages k, v;
+  const char* q;          // [batch * seqlen_q, num_q_heads, head_dim] bf16, strides in bytes
+  long long q_token_stride, q_head_stride;
+  int num_kv_heads;
+  int group_size;
+  int group_inverse;      // 65536 / group_size + 1
   float scale;            // of the scores
   float softcap;          // 0: none
+  int unused;
+  void* o;                // [batch * seqlen_q, num_q_heads, head_dim] bf16, contiguous
+  float* lse;             // [num_q_heads, batch * seqlen_q], natural logarithm
+  float* partial;         // [records, rows * head_dim / 2, 4], of a row's pair: o, maximum, sum; all bits one, left so.
+                          // Records: line [row groups, num_kv_heads, parts, 2: a part's first sequence, its last],
+                          // else [batch, row groups, num_kv_heads, parts - 1]
+  const float* slopes;    // [num_q_heads] or null
+  const float* sinks;     // [num_q_heads] or null
 };
 
 #ifdef STAMPS
@@ -64,7 +69,7 @@ constexpr int kRanksMax = 16;
 using Tile = KvTile<D, KV>;
 
 #ifndef WARPS
-#define WARPS (D == 256 ? 4 : KV != kBf16 && D == 128 && NT == 1 ? 12 : 8)
+#define WARPS (D == 256 ? 4 : KV != kBf16 && D == 128 && NT == 1 ? (KV == kInt4 ? 10 : 12) : 8)
 #endif
 #ifndef RING_MAX
 #define RING_MAX 8
@@ -76,7 +81,7 @@ using Tile = KvTile<D, KV>;
 #define BLOCKS 1
 #endif
 constexpr int kGroupBytes = 16 * Tile::kRow;
-constexpr int MT = kGroupBytes >= 4096 ? 1 : kGroupBytes == 2048 ? 2 : 4;  // groups of 16 keys: a tile is 4 KB where it can be
+constexpr int MT = kGroupBytes >= 4096 || D == 256 ? 1 : kGroupBytes == 2048 ? 2 : 4;  // groups of 16 keys: a tile is 4 KB where it can be
 constexpr int TK = 16 * MT;
 constexpr int kHalf = MT * kGroupBytes;                          // K or V of a tile
 constexpr int kSlot = kHalf + (KV == kBf16 ? 0 : TK * 4);        // with its scales
@@ -101,6 +106,13 @@ template <int NT> struct Layout {
   static_assert(R >= 2, "no room for a ring");
 };
 
+// Hides where x comes from, so that what is worked out from it stays where it is used: hoisted out of the loop over sequences it
+// would hold registers all the time.
+__device__ __forceinline__ int here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 __device__ __forceinline__ float4 load_words(const float* p) {
   float4 x;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p) : "memory");
@@ -115,15 +127,12 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const uint32_t base = smem_addr(smem);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const int ranks = cluster_ranks(), rank = cluster_rank();
-  const int h = blockIdx.y, row_base = blockIdx.z * L::kRows, part = (int)blockIdx.x / ranks;
-  const int rows = min(L::kRows, p.seqlen_q * p.group_size - row_base);
-  const int step = p.parts * ranks * W;  // tiles from one of a warp to its next
-  const int first = part * ranks + rank + p.parts * ranks * warp;
-  const auto bar = [&](int n) { return base + L::kBars + 8 * n; };
-  const auto token_of = [&](int row) { return (row * p.group_inverse) >> 16; };  // row / group_size, exact below 64
+  const int ranks = cluster_ranks(), rank = cluster_rank(), part = cluster_index();
   STAMP(0);
 
+  // ---- what comes first: length and table at once, neither waits for the other ---------------------------------------------------
+  const int step = (p.line ? 1 : p.parts) * ranks * W;  // tiles from one of a warp to its next
+  const int offset = (p.line ? 0 : part * ranks) + rank + (p.line ? 1 : p.parts) * ranks * warp;
   // Table entries of the next 32 / MT tiles from `tile` on, a lane for each 16 keys: page and row in it.
   const auto fetch_entries = [&](int b, int tile, int& page, int& row) {
     const uint32_t sixteen = (uint32_t)(tile + lane / MT * step) * MT + lane % MT, page_16 = p.page_size / 16;
@@ -133,64 +142,94 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
     row = rest * 16;
     page = entry < (uint32_t)p.pages_max ? p.page_table[(long long)b * p.pages_max + entry] : 0;
   };
-  // The first tile of a sequence that is this warp's and in sight.
-  const auto first_tile = [&](int len) {
-    if (!EXTRA || p.left < 0) return first;
-    const int skipped = max(0, len - p.seqlen_q - p.left) / TK;
-    return skipped > first ? first + (skipped - first + step - 1) / step * step : first;
-  };
+  // Tiles of a sequence that no row sees, for a window, and those after them.
+  const auto hidden_tiles = [&](int len) { return EXTRA && p.left >= 0 ? max(0, len - p.seqlen_q - p.left) / TK : 0; };
+  const auto tiles_of = [&](int len) { return len > 0 ? (uint32_t)((len + TK - 1) / TK - hidden_tiles(len)) : 0u; };
 
-  // ---- what comes first: length, table, q, all at once: none waits for another ---------------------------------------------
-  int in_b = -1, in_len = 0, in_tile = 0, in_tiles = 0, in_at = 0, page, row_in_page, in_v = 0;
-  int next_len = p.seqlens_k[0], next_page, next_row;
-  fetch_entries(0, first, next_page, next_row);
+  int b = 0;
+  uint32_t part_at = 0, part_end = ~0u, start = 0;  // of the line; where sequence b begins on it
+  uint32_t share = 0, longer = 0;                   // tiles of a part, and parts that have one more
+  const auto part_begin = [&](uint32_t i) { return share * i + min(i, longer); };
+  if (p.line) {
+    uint32_t total = 0;
+#pragma unroll 1
+    for (int i = lane; i < p.batch; i += 32) total += tiles_of(p.seqlens_k[i]);
+    for (int x = 16; x > 0; x /= 2) total += __shfl_xor_sync(~0u, total, x);
+    share = total / p.parts;
+    longer = total - share * p.parts;
+    part_at = part_begin(part);
+    part_end = part_begin(part + 1);
+    b = p.batch;
+#pragma unroll 1
+    for (int b0 = 0; b0 < p.batch && part_at < part_end; b0 += 32) {
+      const uint32_t tiles = b0 + lane < p.batch ? tiles_of(p.seqlens_k[b0 + lane]) : 0;
+      uint32_t upto = tiles;
+      for (int x = 1; x < 32; x *= 2) {
+        const uint32_t y = __shfl_up_sync(~0u, upto, x);
+        if (lane >= x) upto += y;
+      }
+      const uint32_t vote = __ballot_sync(~0u, start + upto > part_at);
+      if (vote) {
+        b = b0 + __ffs(vote) - 1;
+        start += __shfl_sync(~0u, upto - tiles, __ffs(vote) - 1);
+        break;
+      }
+      start += __shfl_sync(~0u, upto, 31);
+    }
+  }
+  int in_b = b - 1, in_len = 0, in_tile = 0, in_end = 0, in_at = 0, page, row_in_page, in_v = 0;
+  uint32_t in_start = start;
+  int next_len = b < p.batch ? p.seqlens_k[b] : 0, next_page, next_row;
+  fetch_entries(min(b, p.batch - 1), offset, next_page, next_row);
+
+  const int h = blockIdx.y, row_base = blockIdx.z * L::kRows;
+  const int rows = min(L::kRows, p.seqlen_q * p.group_size - row_base);
+  const auto bar = [&](int n) { return base + L::kBars + 8 * n; };
+  const auto token_of = [&](int row) { return (row * p.group_inverse) >> 16; };  // row / group_size, exact below 64
 
   // q of a sequence passes through registers: it is on its way while the sequence before is worked on.
   constexpr int kQPieces = L::kRows * D / 8, kQLoads = (kQPieces + W * 32 - 1) / (W * 32);
   constexpr bool kHoldQ = kQLoads <= 2;  // where registers allow
   uint4 q_held[kQLoads];
-  int q_b = kHoldQ ? 0 : -1;
+  int q_b = -1;
   const auto fetch_q = [&](int b) {
     q_b = b;
+    const int thread = here(threadIdx.x);
 #pragma unroll
     for (int i = 0; i < kQLoads; ++i) {
-      const int n = threadIdx.x + i * W * 32, row = n / (D / 8), r = row_base + row, token = token_of(r);
+      const int n = thread + i * W * 32, row = n / (D / 8), r = row_base + row, token = token_of(r);
       q_held[i] = uint4{0, 0, 0, 0};
       if (row < rows && b < p.batch)
         q_held[i] = *(const uint4*)(p.q + (b * p.seqlen_q + token) * p.q_token_stride +
                                     (h * p.group_size + r - token * p.group_size) * p.q_head_stride + n % (D / 8) * 16);
     }
   };
-  if (kHoldQ) fetch_q(0);
-  if (threadIdx.x == 0) {
-    mbar_init(bar(0), 1);
-    mbar_init(bar(1), 1);
-    mbar_init_fence();
-  }
-  __syncwarp();
-  cluster_arrive();
 
   // ---- loading: halves of tiles, K and V in turn -----------------------------------------------------------------------------
   const uint32_t ring = base + L::kRing + warp * R * kSlot;
   const int lane_row = lane / kLanesOfRow, lane_piece = lane % kLanesOfRow;
   const uint32_t lane_dst = ring + lane_row * Tile::kRow, lane_place = lane_piece ^ Tile::place(lane_row);
   const auto load_half = [&](uint32_t slot_at) {
-    while (in_tile >= in_tiles && in_b < p.batch) {  // the next sequence of which this warp has tiles
+    while (in_tile >= in_end && in_b < p.batch) {  // the next sequence of which this warp has tiles
+      in_start += tiles_of(in_len);
+      if (++in_b >= p.batch || in_start >= part_end) {
+        in_b = p.batch;
+        break;
+      }
       in_len = next_len;
       page = next_page;
       row_in_page = next_row;
-      next_len = 0;
-      if (++in_b + 1 < p.batch) {
+      if (in_b + 1 < p.batch) {
         next_len = p.seqlens_k[in_b + 1];
-        fetch_entries(in_b + 1, first, next_page, next_row);
+        fetch_entries(in_b + 1, offset, next_page, next_row);
       }
-      if (in_b >= p.batch) break;
-      in_tile = first_tile(in_len);
-      in_tiles = (in_len + TK - 1) / TK;
+      const int hidden = hidden_tiles(in_len), from = hidden + (part_at > in_start ? part_at - in_start : 0);
+      in_tile = from + offset;
+      in_end = hidden + min(tiles_of(in_len), part_end - in_start);
       in_at = 0;
-      if (EXTRA && p.left >= 0) fetch_entries(in_b, in_tile, page, row_in_page);
+      if (from > 0 && in_tile < in_end) fetch_entries(in_b, in_tile, page, row_in_page);
     }
-    if (in_tile < in_tiles) {
+    if (in_tile < in_end) {
       const Pages& x = in_v ? p.v : p.k;
       const int keys = in_len - in_tile * TK;  // of this tile, and beyond
       const char* head = x.data + h * x.head_stride + lane_piece * 16;
@@ -221,7 +260,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
       if (in_v) {
         in_tile += step;
         in_at += MT;
-        if (in_at == 32 && in_tile < in_tiles) {
+        if (in_at == 32 && in_tile < in_end) {
           in_at = 0;
           fetch_entries(in_b, in_tile, page, row_in_page);
         }
@@ -232,7 +271,8 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   };
 
   // ---- a block's slice of a sequence, sent by every block of the cluster ---------------------------------------------------------
-  const int slice = rows * D / ranks;  // floats
+  const int ranks_log2 = 31 - __clz(ranks), slice = (rows * D) >> ranks_log2;  // floats
+  const int rows_inverse = (int)__fdividef(65536.f, rows) + 1;                 // exact quotients below 512
   const int slice_row = rank * slice / D;
   int merged = 0;  // sequences so far: the parity names buffer and barrier
   const auto lse_at = [&](int b, int r, int token) {
@@ -242,13 +282,15 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
     return (uint16_t*)p.o + ((long long)((b * p.seqlen_q + token) * p.num_kv_heads + h) * p.group_size + r - token * p.group_size) * D;
   };
   const auto sink_of = [&](int r, int token) { return p.sinks[h * p.group_size + r - token * p.group_size] * kLog2e; };
-  const auto collect = [&](int b) {  // the slice of the sequence merged last
-    const int buffer = (merged - 1) & 1;
-    if ((int)threadIdx.x >= slice / 2) return;
-    mbar_wait_cluster(bar(buffer), (merged - 1) >> 1 & 1);
+  constexpr long long kRecord = L::kRows * D * 2;  // floats
+  struct Waiting { int b, pieces, first, slot, mine; } waiting = {-1, 0, 0, 0, -1};
+  const auto collect = [&](int dry) {  // the slice of the sequence merged last
+    const int buffer = (merged - 1) & 1, b = waiting.b, thread = here(threadIdx.x);
+    if (thread >= slice / 2) return;
+    if (!dry) mbar_wait_cluster(bar(buffer), (merged - 1) >> 1 & 1);
     STAMP(11);
 #pragma unroll 1
-    for (int e = threadIdx.x; e < slice / 2; e += W * 32) {
+    for (int e = thread; e < slice / 2; e += W * 32) {
       const int at = rank * slice + 2 * e, row = at / D, d = at % D;
       const float2* sums = (const float2*)(smem + L::kRankSums) + buffer * kRanksMax * L::kRows + row;
       const float2* from = (const float2*)(smem + L::kReceived) + (buffer * L::kRows * D) / 2 + e;
@@ -266,25 +308,23 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         acc.x += w * x.x;
         acc.y += w * x.y;
       }
-      if (p.parts > 1) {
-        const long long record = ((long long)(b * gridDim.z + blockIdx.z) * p.num_kv_heads + h) * (p.parts - 1);
-        constexpr long long kPairs = L::kRows * D / 2;
-        float* words = p.partial + (record * kPairs + at / 2) * 4;
-        if (part < p.parts - 1) {
-          __stcg((float4*)(words + part * kPairs * 4), float4{acc.x, acc.y, top, sum});
-          continue;
-        }
+      if (waiting.mine >= 0) {  // not the last piece: left for the cluster that has it
+        __stcg((float4*)(p.partial + waiting.mine * kRecord + at * 2), float4{acc.x, acc.y, top, sum});
+        continue;
+      }
+      if (waiting.pieces > 0) {
         const float4 own = {acc.x, acc.y, top, sum};
         acc = {0.f, 0.f};
         sum = 0.f;
         top = -INFINITY;
+        float* words = p.partial + (waiting.first + waiting.slot) * kRecord + at * 2;
 #pragma unroll 1
-        for (int i = 0; i < p.parts; ++i) {  // part by part, in order
+        for (int i = 0; i <= waiting.pieces; ++i) {  // piece by piece, in order
           float4 x = own;
-          if (i < p.parts - 1) {
+          if (i < waiting.pieces) {
             do { x = load_words(words); } while (is_empty(x.x) || is_empty(x.y) || is_empty(x.z) || is_empty(x.w));
             __stcg((uint4*)words, uint4{kEmpty, kEmpty, kEmpty, kEmpty});
-            words += kPairs * 4;
+            words += (p.line ? 2 - (i == 0 ? waiting.slot : 0) : 1) * kRecord;
           }
           const float m = fmaxf(top, x.z), low = m == -INFINITY ? 0.f : m;
           const float a = exp2_fast(top - low), w = exp2_fast(x.z - low);
@@ -302,72 +342,100 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         sum = sum * w + exp2_fast(sink - m);
         top = m;
       }
-      const float inv = sum > 0.f ? 1.f / sum : 0.f;
+      if (dry) continue;
+      const float inv = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
       *(uint32_t*)(out_at(b, r, token) + d) = pack_bf16(acc.x * inv, acc.y * inv);
       if (d == 0) *lse_at(b, r, token) = sum > 0.f ? (top + __log2f(sum)) * 0.6931471805599453f : -INFINITY;
     }
   };
 
-  // ---- the sequences ---------------------------------------------------------------------------------------------------------------
-  const float scale_log2 = p.scale * kLog2e;
-  uint32_t slot_at = 0;
-  int b = 0, before = -1, lead = R;
-  for (;;) {
-    int len = 0;
-    while (b < p.batch && (len = p.seqlens_k[b]) <= 0) {  // no keys, no work
-      if (part == 0) {
-        for (int i = threadIdx.x; i < slice / 2; i += W * 32) {
+  const auto zero_empty = [&]() {  // sequences without keys
+#pragma unroll 1
+    for (int b0 = 0; b0 < p.batch && part == 0; b0 += 32) {
+      uint32_t vote = __ballot_sync(~0u, b0 + lane < p.batch && p.seqlens_k[min(b0 + lane, p.batch - 1)] <= 0);
+      for (; vote; vote &= vote - 1) {
+        const int b = b0 + __ffs(vote) - 1;
+        for (int i = here(threadIdx.x); i < slice / 2; i += W * 32) {
           const int at = rank * slice + 2 * i, r = row_base + at / D, token = token_of(r);
           *(uint32_t*)(out_at(b, r, token) + at % D) = 0;
           if (at % D == 0) *lse_at(b, r, token) = EXTRA && p.sinks ? sink_of(r, token) / kLog2e : -INFINITY;
         }
       }
-      ++b;
     }
-    const bool more = b < p.batch;
+  };
+
+  // ---- the sequences ---------------------------------------------------------------------------------------------------------------
+  // The first round is dry: it runs the code on whatever shared memory holds, so that the instructions come to the cache while the
+  // first keys are on their way; what it computes is dropped.
+  const float scale_log2 = p.scale * kLog2e;
+  uint32_t slot_at = 0;
+  int dry = 1;
+  int len = 0;
+  for (;;) {
+    asm volatile("" : "+r"(dry));
+    bool more = dry;
+    uint32_t from = 0, to = 0, tiles = 0;
+    if (!dry) {
+      while (b < p.batch && start < part_end && (len = p.seqlens_k[b]) <= 0) ++b;
+      more = b < p.batch && start < part_end;
+      tiles = tiles_of(len);
+      from = part_at > start ? part_at - start : 0;
+      to = min(tiles, part_end - start);
+    }
     float o[D / 16][NT][4], row_max[NT][2], row_sum[NT][2];
     if (more) {
-      int seen[NT][2];  // keys that query row 8 n + 2 c + e sees end here
+      // Keys that query row `row` of this unit sees end here; worked out where a mask needs it.
+      const auto seen_by = [&](int row) { return row < rows ? len - p.seqlen_q + token_of(row_base + row) + 1 : 0; };
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int row = 8 * n + 2 * c + e;
           row_max[n][e] = -INFINITY;
           row_sum[n][e] = 0.f;
-          seen[n][e] = row < rows ? len - p.seqlen_q + token_of(row_base + row) + 1 : 0;
         }
 #pragma unroll
         for (int t = 0; t < D / 16; ++t) o[t][n][0] = o[t][n][1] = o[t][n][2] = o[t][n][3] = 0.f;
       }
       const int all_see = len - p.seqlen_q + 1;                          // keys that every row sees end here
       const int all_from = EXTRA && p.left >= 0 ? len - 1 - p.left : 0;  // and begin here
-      const int tiles = (len + TK - 1) / TK;
-      int tile = first_tile(len);
+      const int hidden = hidden_tiles(len), end = hidden + to;
+      int tile = hidden + from + offset;
       float s[MT][NT][4];
-      int n = -lead;
-      lead = 0;
+      int n = dry ? -R : 0;
 #pragma unroll 1
       for (;; ++n) {  // halves: K and V of a tile in turn; before the first sequence loads alone
+        asm volatile("" : "+r"(dry));  // or the compiler would double the loop
         if (n == 0) {
-          if (!kHoldQ || q_b != b) fetch_q(b);
+          if (dry) {
+            STAMP(2);
+            if (threadIdx.x == 0) {
+              mbar_init(bar(0), 1);
+              mbar_init(bar(1), 1);
+              mbar_init_fence();
+            }
+            __syncwarp();
+            cluster_arrive();
+            if (kHoldQ) fetch_q(b);
+          } else {
+            if (!kHoldQ || q_b != b) fetch_q(b);
+            const int thread = here(threadIdx.x);
 #pragma unroll
-          for (int i = 0; i < kQLoads; ++i) {
-            const int n = threadIdx.x + i * W * 32;
-            uint4 x = q_held[i];
-            if (KV == kInt4)  // 0 4 1 5 2 6 3 7
-              x = uint4{__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632)};
-            if (n < kQPieces) *(uint4*)(smem + L::kQ + n / (D / 8) * kQPitch + n % (D / 8) * 16) = x;
+            for (int i = 0; i < kQLoads; ++i) {
+              const int n = thread + i * W * 32;
+              if (n < kQPieces) *(uint4*)(smem + L::kQ + n / (D / 8) * kQPitch + n % (D / 8) * 16) = q_order<KV>(q_held[i]);
+            }
+            __syncthreads();  // q is there, and the sums of the sequence before have been read
+            if (kHoldQ && b + 1 < p.batch) fetch_q(b + 1);
+            STAMP(3);
           }
-          STAMP(3);
-          __syncthreads();  // q is there, and the sums of the sequence before have been read
-          if (kHoldQ && b + 1 < p.batch) fetch_q(b + 1);
         }
         if (n >= 0) {
-          if (tile >= tiles) break;
-          copies_wait<R - 1>();
-          __syncwarp();
-          if (n < 2) STAMP(4 + 2 * n);
+          if (dry ? n == 2 : tile >= end) break;
+          if (!dry) {
+            copies_wait<R - 1>();
+            __syncwarp();
+            if (n < 2) STAMP(4 + 2 * n);
+          }
           const float* scale_at = (const float*)(smem + (ring - base) + slot_at + kHalf) + g;
           if (!(n & 1)) {
             const int key0 = tile * TK;
@@ -375,7 +443,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
             for (int m = 0; m < MT; ++m)
 #pragma unroll
               for (int n = 0; n < NT; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
-            scores<D, KV, MT, NT>(s, ring + slot_at, base + L::kQ, kQPitch, lane);
+            scores<D, KV, MT, NT>(s, ring + slot_at, base + L::kQ, kQPitch, KV == kBf16 ? lane : here(lane));
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
 #pragma unroll
@@ -393,7 +461,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
               for (int n = 0; n < NT; ++n) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                  const int r = min(8 * n + 2 * c + e, rows - 1) + row_base;
+                  const int row = here(8 * n + 2 * c + e), r = min(row, rows - 1) + row_base, own = seen_by(row) - 1;
                   const float slope = p.slopes ? p.slopes[h * p.group_size + r - token_of(r) * p.group_size] : 0.f;
 #pragma unroll
                   for (int m = 0; m < MT; ++m) {
@@ -401,7 +469,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
                     for (int i = e; i < 4; i += 2) {
                       float x = s[m][n][i];
                       if (p.softcap > 0.f) x = p.softcap * (1.f - __fdividef(2.f, exp2_fast(x / p.softcap * (2.f * kLog2e)) + 1.f));
-                      x -= slope * fabsf((float)(seen[n][e] - 1 - (key0 + 16 * m + g + (i >> 1) * 8)));
+                      x -= slope * fabsf((float)(own - (key0 + 16 * m + g + (i >> 1) * 8)));
                       s[m][n][i] = x * kLog2e;
                     }
                   }
@@ -410,13 +478,17 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
             }
             if (key0 + TK > all_see || (EXTRA && key0 < all_from)) {
 #pragma unroll
-              for (int m = 0; m < MT; ++m) {
+              for (int n = 0; n < NT; ++n) {
 #pragma unroll
-                for (int n = 0; n < NT; ++n) {
+                for (int e = 0; e < 2; ++e) {
+                  const int end = seen_by(here(8 * n + 2 * c + e));
 #pragma unroll
-                  for (int i = 0; i < 4; ++i) {
-                    const int key = key0 + 16 * m + g + (i >> 1) * 8;
-                    if (key >= seen[n][i & 1] || (EXTRA && p.left >= 0 && key < seen[n][i & 1] - 1 - p.left)) s[m][n][i] = -INFINITY;
+                  for (int m = 0; m < MT; ++m) {
+#pragma unroll
+                    for (int i = e; i < 4; i += 2) {
+                      const int key = key0 + 16 * m + g + (i >> 1) * 8;
+                      if (key >= end || (EXTRA && p.left >= 0 && key < end - 1 - p.left)) s[m][n][i] = -INFINITY;
+                    }
                   }
                 }
               }
@@ -471,21 +543,24 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
                                                             : pack_bf16(s[m][n][2 * e] * f, s[m][n][2 * e + 1] * f));
               }
             }
-            mix<D, KV, MT, NT>(o, ring + slot_at, probs, lane);
+            mix<D, KV, MT, NT>(o, ring + slot_at, probs, KV == kBf16 ? lane : here(lane));
             tile += step;
           }
           __syncwarp();
         }
-        load_half(slot_at);
-        slot_at = slot_at + kSlot == R * kSlot ? 0 : slot_at + kSlot;
-        if (n < 0 && n >= 1 - R) STAMP(n == 1 - R ? 1 : 2);
+        if (n < 0 || !dry) {
+          load_half(slot_at);
+          slot_at = slot_at + kSlot == R * kSlot ? 0 : slot_at + kSlot;
+          if (n == -R) STAMP(1);
+        }
       }
     }
     STAMP(7);
-    if (before >= 0) collect(before);
+    if (dry || waiting.b >= 0) collect(dry);
     if (!more) break;
 
     // ---- merging: warps, then blocks; clusters when the slice is collected -------------------------------------------------------
+    const int thread = here(threadIdx.x), g = thread % 32 / 4, c = thread % 4;
     float* merge = (float*)(smem + L::kMerge) + warp * L::kRows * L::kMergePitch;
     float2* warp_sums = (float2*)(smem + L::kWarpSums);
 #pragma unroll
@@ -507,42 +582,67 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         }
       }
     }
-    if (before < 0) cluster_wait();  // the first time: every block of the cluster has begun
+    if (!dry && merged == 0) cluster_wait();  // the first time: every block of the cluster has begun
     __syncthreads();
     STAMP(8);
     const int buffer = merged & 1;
-    if (threadIdx.x == 0) mbar_expect(bar(buffer), ranks * (slice * 4 + ((rank * slice + slice - 1) / D - slice_row + 1) * 8));
+    if (threadIdx.x == 0 && !dry) mbar_expect(bar(buffer), ranks * (slice * 4 + ((rank * slice + slice - 1) / D - slice_row + 1) * 8));
 #pragma unroll 1
-    for (int e = threadIdx.x; e < rows * D / 2; e += W * 32) {
-      const int row = e / (D / 2), d = 2 * e % D, dest = 2 * e / slice, at = 2 * e - dest * slice;
+    for (int e = thread; e < rows * D / 4; e += W * 32) {
+      const int row = e / (D / 4), d = 4 * e % D, dest = (((4 * e << ranks_log2) / D) * rows_inverse) >> 16, at = 4 * e - dest * slice;
       const float2* sums = warp_sums + row;
-      const float2* from = (const float2*)(smem + L::kMerge + row * L::kMergePitch * 4) + d / 2;
+      const float4* sources = (const float4*)(smem + L::kMerge + (row * L::kMergePitch + d) * 4);
       float top = -INFINITY;
 #pragma unroll
       for (int w = 0; w < W; ++w) top = fmaxf(top, sums[w * L::kRows].x);
-      float2 acc = {0.f, 0.f};
+      float4 acc = {0.f, 0.f, 0.f, 0.f};
       float sum = 0.f;
 #pragma unroll
       for (int w = 0; w < W; ++w) {
         const float2 ml = sums[w * L::kRows];
         if (ml.x == -INFINITY) continue;  // and nothing was written there
         const float f = exp2_fast(ml.x - top);
-        const float2 x = from[w * L::kRows * L::kMergePitch / 2];
+        const float4 x = sources[w * L::kRows * L::kMergePitch / 4];
         sum += f * ml.y;
         acc.x += f * x.x;
         acc.y += f * x.y;
+        acc.z += f * x.z;
+        acc.w += f * x.w;
       }
+      if (dry && acc.x != 1234.5f) continue;  // the sums are wanted in neither case
       const uint32_t there = cluster_addr(base, dest) - base, bar_there = there + bar(buffer);
-      send_pair(there + base + L::kReceived + buffer * L::kRows * D * 4 + (rank * slice + at) * 4, acc.x, acc.y, bar_there);
+      send_four(there + base + L::kReceived + buffer * L::kRows * D * 4 + (rank * slice + at) * 4, acc, bar_there);
       if (d == 0 || at == 0)
         send_pair(there + base + L::kRankSums + ((buffer * kRanksMax + rank) * L::kRows + row) * 8, top, sum, bar_there);
     }
     STAMP(9);
+    if (dry) {
+      dry = 0;
+      STAMP(10);
+      zero_empty();
+      continue;
+    }
     ++merged;
-    before = b++;
+    waiting = {b, 0, 0, 0, -1};
+    const int unit = blockIdx.z * p.num_kv_heads + h;
+    if (!p.line) {
+      waiting.first = (b * (int)gridDim.z * p.num_kv_heads + unit) * (p.parts - 1);
+      if (part == p.parts - 1) waiting.pieces = p.parts - 1;
+      else waiting.mine = waiting.first + part;
+    } else if (to < tiles) {
+      waiting.mine = (unit * p.parts + part) * 2 + (start <= part_at ? 0 : 1);
+    } else if (from > 0) {  // the sequence ends here and began in another part
+      const uint32_t of_longer = (share + 1) * longer;
+      const int began = start < of_longer ? start / (share + 1) : longer + (start - of_longer) / share;
+      waiting.pieces = part - began;
+      waiting.first = (unit * p.parts + began) * 2;
+      waiting.slot = part_begin(began) == start ? 0 : 1;
+    }
+    start += tiles;
+    ++b;
   }
   STAMP(12);
-  if (before < 0) cluster_wait();  // who arrived must wait
+  if (merged == 0) cluster_wait();  // who arrived must wait
 }
 
 extern "C" __device__ const int decode_cluster_tiling[4] = {Layout<1>::kBytes, Layout<2>::kBytes, Layout<1>::W * 32, Layout<2>::W * 32};

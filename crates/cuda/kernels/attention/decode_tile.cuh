@@ -35,26 +35,41 @@ __device__ __forceinline__ uint32_t sub_bf16(uint32_t a, uint32_t b) {
   asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-// The low (or high) two bytes of x.
-template <int KV, int HALF> __device__ __forceinline__ uint32_t pair_of(uint32_t x) {
-  if constexpr (KV == kE4m3) {
-    uint32_t h;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"((uint16_t)(HALF ? x >> 16 : x)));
-    const float2 f = __half22float2(*(__half2*)&h);
-    return pack_bf16(f.x, f.y);
-  } else {  // 128 + the low seven bits, less 128 or 256: exact
-    const uint32_t y = __byte_perm(x, 0, HALF ? 0x4342 : 0x4140);
-    return sub_bf16((y & 0x007f007fu) | 0x43004300u, (y & 0x00800080u) | 0x43004300u);
-  }
+// (x & mask) | bits in one instruction; left to itself the compiler takes two.
+__device__ __forceinline__ uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
+  return r;
+}
+// Bytes 0 and 1 (or 2 and 3) of x as bf16.
+template <int HALF> __device__ __forceinline__ uint32_t e4m3_pair(uint32_t x) {
+  uint32_t h;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"((uint16_t)(HALF ? x >> 16 : x)));
+  const float2 f = __half22float2(*(__half2*)&h);
+  return pack_bf16(f.x, f.y);
+}
+// Bytes 0 and 2 of x: 128 plus the low seven bits, less 128 or 256, all exact.
+__device__ __forceinline__ uint32_t int8_pair(uint32_t x) {
+  return sub_bf16(and_or(x, 0x007f007fu, 0x43004300u), and_or(x, 0x00800080u, 0x43004300u));
 }
 // Nibbles N and N + 4 of x, less 8.
-template <int N> __device__ __forceinline__ uint32_t nibbles_of(uint32_t x) {
-  return sub_bf16((x >> 4 * N & 0x000f000fu) | 0x43004300u, 0x43084308u);
+template <int N> __device__ __forceinline__ uint32_t int4_pair(uint32_t x) {
+  return sub_bf16(and_or(x >> 4 * N, 0x000f000fu, 0x43004300u), 0x43084308u);
+}
+
+// Eight elements of q in the order in which a lane's K numbers become pairs: 0 2 1 3 of each four for 8-bit integers,
+// 0 4 1 5 2 6 3 7 for 4-bit ones.
+template <int KV> __device__ __forceinline__ uint4 q_order(uint4 x) {
+  const auto low = [](uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); };
+  const auto high = [](uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); };
+  if constexpr (KV == kInt8) return uint4{low(x.x, x.y), high(x.x, x.y), low(x.z, x.w), high(x.z, x.w)};
+  else if constexpr (KV == kInt4) return uint4{low(x.x, x.z), high(x.x, x.z), low(x.y, x.w), high(x.y, x.w)};
+  else return x;
 }
 
 // ---- products --------------------------------------------------------------------------------------------------------------
 // s[m][n] += keys 16 m .. 16 m + 15 of the tile at `k` times query rows 8 n .. 8 n + 7 of `q`, [8 NT][q_pitch bytes] bf16;
-// for 4-bit keys the elements of each eight of q lie in the order 0 4 1 5 2 6 3 7.
+// the elements of each eight of q lie in the order that q_order gives.
 template <int D, int KV, int MT, int NT>
 __device__ __forceinline__ void scores(float (&s)[MT][NT][4], uint32_t k, uint32_t q, int q_pitch, int lane) {
   using T = KvTile<D, KV>;
@@ -118,15 +133,20 @@ __device__ __forceinline__ void scores(float (&s)[MT][NT][4], uint32_t k, uint32
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           if constexpr (KV == kInt4) {
-            const uint32_t a0[4] = {nibbles_of<0>(w[0][i]), nibbles_of<0>(w[1][i]), nibbles_of<1>(w[0][i]), nibbles_of<1>(w[1][i])};
-            const uint32_t a1[4] = {nibbles_of<2>(w[0][i]), nibbles_of<2>(w[1][i]), nibbles_of<3>(w[0][i]), nibbles_of<3>(w[1][i])};
+            const uint32_t a0[4] = {int4_pair<0>(w[0][i]), int4_pair<0>(w[1][i]), int4_pair<1>(w[0][i]), int4_pair<1>(w[1][i])};
+            const uint32_t a1[4] = {int4_pair<2>(w[0][i]), int4_pair<2>(w[1][i]), int4_pair<3>(w[0][i]), int4_pair<3>(w[1][i])};
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
               mma_bf16(s[m][n], a0, b[n][4 * i], b[n][4 * i + 1]);
               mma_bf16(s[m][n], a1, b[n][4 * i + 2], b[n][4 * i + 3]);
             }
           } else {
-            const uint32_t a[4] = {pair_of<KV, 0>(w[0][i]), pair_of<KV, 0>(w[1][i]), pair_of<KV, 1>(w[0][i]), pair_of<KV, 1>(w[1][i])};
+            uint32_t a[4];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              a[e] = KV == kE4m3 ? e4m3_pair<0>(w[e][i]) : int8_pair(w[e][i]);
+              a[2 + e] = KV == kE4m3 ? e4m3_pair<1>(w[e][i]) : int8_pair(w[e][i] >> 8);
+            }
 #pragma unroll
             for (int n = 0; n < NT; ++n) mma_bf16(s[m][n], a, b[n][2 * i], b[n][2 * i + 1]);
           }
@@ -187,10 +207,10 @@ __device__ __forceinline__ void mix(float (&o)[D / 16][NT][4], uint32_t v, const
             // The low halves of two keys' words: nibble N beside nibble N.
             const uint32_t x[2] = {__byte_perm(w[0][i], w[1][i], 0x5410), __byte_perm(w[2][i], w[3][i], 0x5410)};
             const uint32_t y[2] = {__byte_perm(w[0][i], w[1][i], 0x7632), __byte_perm(w[2][i], w[3][i], 0x7632)};
-            const uint32_t a0[4] = {nibbles_of<0>(x[0]), nibbles_of<1>(x[0]), nibbles_of<0>(x[1]), nibbles_of<1>(x[1])};
-            const uint32_t a1[4] = {nibbles_of<2>(x[0]), nibbles_of<3>(x[0]), nibbles_of<2>(x[1]), nibbles_of<3>(x[1])};
-            const uint32_t a2[4] = {nibbles_of<0>(y[0]), nibbles_of<1>(y[0]), nibbles_of<0>(y[1]), nibbles_of<1>(y[1])};
-            const uint32_t a3[4] = {nibbles_of<2>(y[0]), nibbles_of<3>(y[0]), nibbles_of<2>(y[1]), nibbles_of<3>(y[1])};
+            const uint32_t a0[4] = {int4_pair<0>(x[0]), int4_pair<1>(x[0]), int4_pair<0>(x[1]), int4_pair<1>(x[1])};
+            const uint32_t a1[4] = {int4_pair<2>(x[0]), int4_pair<3>(x[0]), int4_pair<2>(x[1]), int4_pair<3>(x[1])};
+            const uint32_t a2[4] = {int4_pair<0>(y[0]), int4_pair<1>(y[0]), int4_pair<0>(y[1]), int4_pair<1>(y[1])};
+            const uint32_t a3[4] = {int4_pair<2>(y[0]), int4_pair<3>(y[0]), int4_pair<2>(y[1]), int4_pair<3>(y[1])};
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
               mma_bf16(o[4 * word][n], a0, p[m][n][0], p[m][n][1]);
@@ -199,11 +219,24 @@ __device__ __forceinline__ void mix(float (&o)[D / 16][NT][4], uint32_t v, const
               mma_bf16(o[4 * word + 3][n], a3, p[m][n][0], p[m][n][1]);
             }
           } else {
-            // Bytes of two keys side by side: elements 0 and 1, then 2 and 3.
-            const uint32_t x[2] = {__byte_perm(w[0][i], w[1][i], 0x5140), __byte_perm(w[2][i], w[3][i], 0x5140)};
-            const uint32_t y[2] = {__byte_perm(w[0][i], w[1][i], 0x7362), __byte_perm(w[2][i], w[3][i], 0x7362)};
-            const uint32_t a0[4] = {pair_of<KV, 0>(x[0]), pair_of<KV, 1>(x[0]), pair_of<KV, 0>(x[1]), pair_of<KV, 1>(x[1])};
-            const uint32_t a1[4] = {pair_of<KV, 0>(y[0]), pair_of<KV, 1>(y[0]), pair_of<KV, 0>(y[1]), pair_of<KV, 1>(y[1])};
+            uint32_t a0[4], a1[4];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const uint32_t lo = w[2 * e][i], hi = w[2 * e + 1][i];  // two keys
+              if constexpr (KV == kE4m3) {
+                const uint32_t x = __byte_perm(lo, hi, 0x5140), y = __byte_perm(lo, hi, 0x7362);
+                a0[2 * e] = e4m3_pair<0>(x);
+                a0[2 * e + 1] = e4m3_pair<1>(x);
+                a1[2 * e] = e4m3_pair<0>(y);
+                a1[2 * e + 1] = e4m3_pair<1>(y);
+              } else {
+                const uint32_t x = __byte_perm(lo, hi, 0x5410), y = __byte_perm(lo, hi, 0x7632);
+                a0[2 * e] = int8_pair(x);
+                a0[2 * e + 1] = int8_pair(x >> 8);
+                a1[2 * e] = int8_pair(y);
+                a1[2 * e + 1] = int8_pair(y >> 8);
+              }
+            }
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
               mma_bf16(o[2 * word][n], a0, p[m][n][0], p[m][n][1]);

@@ -64,6 +64,11 @@ __device__ __forceinline__ int cluster_ranks() {
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(x));
   return x;
 }
+__device__ __forceinline__ int cluster_index() {  // in x
+  int x;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(x));
+  return x;
+}
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The address that `addr` of this block has in block `rank` of the cluster.
@@ -72,7 +77,11 @@ __device__ __forceinline__ uint32_t cluster_addr(uint32_t addr, int rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(addr), "r"(rank));
   return x;
 }
-// Two floats to another block; its barrier `bar` counts their 8 bytes when they have arrived.
+// Floats to another block; its barrier `bar` counts their bytes when they have arrived.
+__device__ __forceinline__ void send_four(uint32_t addr, float4 x, uint32_t bar) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(addr), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(bar) : "memory");
+}
 __device__ __forceinline__ void send_pair(uint32_t addr, float x, float y, uint32_t bar) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
                ::"r"(addr), "f"(x), "f"(y), "r"(bar) : "memory");

@@ -132,12 +132,14 @@ pub struct Decode {
 pub enum Plan {
     /// `decode.cu`: all (sequence, tile) pairs as one line, cut into equal parts.
     Line,
-    /// `decode_cluster.cu`: each kv head's clusters take all sequences in turn.
+    /// `decode_cluster.cu`: clusters of blocks for each kv head.
     Clusters {
         /// Blocks a cluster: a power of two up to 16.
         ranks: u32,
         /// Clusters that share one kv head's (and row group's) work.
         parts: u32,
+        /// They take equal parts of the line of all tiles, instead of every sequence in turn.
+        line: bool,
     },
 }
 
@@ -145,7 +147,10 @@ impl std::fmt::Display for Plan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Plan::Line => f.write_str("one line of tiles, cut into equal parts"),
-            Plan::Clusters { ranks, parts } => write!(f, "clusters of {ranks} blocks, {parts} a kv head"),
+            Plan::Clusters { ranks, parts, line } => {
+                write!(f, "clusters of {ranks} blocks, {parts} a kv head")?;
+                f.write_str(if *line { ", parts of one line" } else { ", each in every sequence" })
+            }
         }
     }
 }
@@ -172,7 +177,7 @@ impl Decode {
     pub fn partial_bytes(&self, plan: Plan, num_sms: u32) -> u64 {
         match plan {
             Plan::Line => decode_line::partial_bytes(self, num_sms),
-            Plan::Clusters { parts, .. } => decode_cluster::partial_bytes(self, parts),
+            Plan::Clusters { parts, line, .. } => decode_cluster::partial_bytes(self, parts, line),
         }
     }
 
@@ -217,7 +222,9 @@ impl Decode {
             // SAFETY: the caller vouches for the addresses.
             Plan::Line => unsafe { decode_line::launch(self, gpu) },
             // SAFETY: as above.
-            Plan::Clusters { ranks, parts } => unsafe { decode_cluster::launch(self, gpu, ranks, parts) },
+            Plan::Clusters { ranks, parts, line } => unsafe {
+                decode_cluster::launch(self, gpu, ranks, parts, line)
+            },
         }
     }
 }

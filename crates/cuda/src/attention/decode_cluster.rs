@@ -20,30 +20,32 @@ struct CPages {
 /// Mirrors `ClusterParams` of the kernel.
 #[repr(C)]
 struct Params {
+    seqlens_k: Address,
+    page_table: Address,
+    batch: i32,
+    seqlen_q: i32,
+    page_size: i32,
+    page_inverse: u32,
+    pages_max: i32,
+    parts: i32,
+    line: i32,
+    left: i32,
+    k: CPages,
+    v: CPages,
     q: Address,
     q_token_stride: i64,
     q_head_stride: i64,
-    k: CPages,
-    v: CPages,
+    num_kv_heads: i32,
+    group_size: i32,
+    group_inverse: i32,
+    scale: f32,
+    softcap: f32,
+    unused: i32,
     o: Address,
     lse: Address,
-    seqlens_k: Address,
-    page_table: Address,
     partial: Address,
     slopes: Address,
     sinks: Address,
-    batch: i32,
-    seqlen_q: i32,
-    num_kv_heads: i32,
-    group_size: i32,
-    page_size: i32,
-    pages_max: i32,
-    parts: i32,
-    group_inverse: i32,
-    page_inverse: u32,
-    left: i32,
-    scale: f32,
-    softcap: f32,
 }
 
 /// Most blocks a cluster can have.
@@ -58,21 +60,34 @@ fn units(d: &Decode) -> u32 {
     d.num_kv_heads * d.rows().div_ceil(unit_rows(d))
 }
 
-/// As many blocks as the device holds, in clusters as large as that allows: their blocks merge fastest.
+/// The layout for a device with `num_sms` multiprocessors.
 pub(super) fn layout(d: &Decode, num_sms: u32) -> Plan {
-    let mut best = (0, Plan::Clusters { ranks: 1, parts: 1 });
+    let line = d.batch > 2 && !d.batch_invariant;
+    let long = u64::from(d.pages_max) * u64::from(d.page_size) > 32_768;
+    // Clusters of 16 and 8 blocks fit 7 and 15 times on an H200 (its processors come in groups of 16 to 18 and one smaller),
+    // those of 2 as often as there are pairs. Large clusters merge faster, small ones leave no processor idle.
+    let at_once = |ranks: u32| match ranks {
+        16 => num_sms / 18,
+        8 => num_sms / 9 + u32::from(num_sms >= 132),
+        4 => num_sms * 30 / 132,
+        _ => num_sms / ranks,
+    };
+    let units = units(d);
+    let mut best = (0, 1, 1);
     for ranks in [16, 8, 4, 2, 1] {
-        let parts = num_sms / ranks / units(d);
-        if ranks * parts > best.0 {
-            best = (ranks * parts, Plan::Clusters { ranks, parts });
+        let parts = at_once(ranks) / units;
+        let parts = if line || long { parts } else { parts.min(7) };
+        if parts * ranks > best.0 {
+            best = (parts * ranks, ranks, parts);
         }
     }
-    best.1
+    Plan::Clusters { ranks: best.1, parts: best.2, line }
 }
 
-pub(super) fn partial_bytes(d: &Decode, parts: u32) -> u64 {
-    let words = u64::from(unit_rows(d)) * u64::from(d.head_dim) * 2;
-    u64::from(d.batch) * u64::from(units(d)) * u64::from(parts.saturating_sub(1)) * words * 4
+pub(super) fn partial_bytes(d: &Decode, parts: u32, line: bool) -> u64 {
+    let record = u64::from(unit_rows(d)) * u64::from(d.head_dim) * 8;
+    let records = if line { 2 * parts } else { d.batch * parts.saturating_sub(1) };
+    u64::from(units(d)) * u64::from(records) * record
 }
 
 fn pages(field: &'static str, x: &Pages, kv: KvType) -> Result<CPages, Error> {
@@ -101,10 +116,13 @@ fn pages(field: &'static str, x: &Pages, kv: KvType) -> Result<CPages, Error> {
 
 /// # Safety
 /// As `Decode::launch`.
-pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32) -> Result<(), Error> {
+pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32, line: bool) -> Result<(), Error> {
     let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
     if !ranks.is_power_of_two() || ranks > RANKS_MAX || !(1..=1024).contains(&parts) {
         return bad("plan", format!("{ranks} ranks, {parts} parts"), "1, 2, 4, 8, 16 ranks, 1 to 1024 parts");
+    }
+    if line && d.batch_invariant {
+        return bad("plan", "one line".into(), "splits at absolute positions where batch_invariant is asked");
     }
     let q_strides = [d.q.token_stride * 2, d.q.head_stride * 2];
     if !d.q.address.is_multiple_of(16) || q_strides.iter().any(|s| !s.is_multiple_of(16) || *s >= 1 << 40) {
@@ -112,30 +130,32 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32) -> Re
     }
     let group = d.num_q_heads / d.num_kv_heads;
     let mut params = Params {
+        seqlens_k: d.seqlens_k,
+        page_table: d.page_table,
+        batch: d.batch as i32,
+        seqlen_q: d.seqlen_q as i32,
+        page_size: d.page_size as i32,
+        page_inverse: u32::try_from((1u64 << 32) / u64::from(d.page_size / 16)).unwrap_or(u32::MAX),
+        pages_max: d.pages_max as i32,
+        parts: parts as i32,
+        line: i32::from(line),
+        left: d.scores.left.map_or(-1, |n| n.min(i32::MAX as u32) as i32),
+        k: pages("k", &d.k, d.kv_type)?,
+        v: pages("v", &d.v, d.kv_type)?,
         q: d.q.address,
         q_token_stride: q_strides[0] as i64,
         q_head_stride: q_strides[1] as i64,
-        k: pages("k", &d.k, d.kv_type)?,
-        v: pages("v", &d.v, d.kv_type)?,
+        num_kv_heads: d.num_kv_heads as i32,
+        group_size: group as i32,
+        group_inverse: (65536 / group + 1) as i32,
+        scale: d.softmax_scale,
+        softcap: d.scores.softcap.unwrap_or(0.0),
+        unused: 0,
         o: d.o,
         lse: d.lse,
-        seqlens_k: d.seqlens_k,
-        page_table: d.page_table,
         partial: d.partial,
         slopes: d.scores.slopes.unwrap_or(0),
         sinks: d.scores.sinks.unwrap_or(0),
-        batch: d.batch as i32,
-        seqlen_q: d.seqlen_q as i32,
-        num_kv_heads: d.num_kv_heads as i32,
-        group_size: group as i32,
-        page_size: d.page_size as i32,
-        pages_max: d.pages_max as i32,
-        parts: parts as i32,
-        group_inverse: (65536 / group + 1) as i32,
-        page_inverse: u32::try_from((1u64 << 32) / u64::from(d.page_size / 16)).unwrap_or(u32::MAX),
-        left: d.scores.left.map_or(-1, |n| n.min(i32::MAX as u32) as i32),
-        scale: d.softmax_scale,
-        softcap: d.scores.softcap.unwrap_or(0.0),
     };
     let cubin = format!("decode_cluster_{}_{}", d.head_dim, d.kv_type.name());
     let [smem_8, smem_16, threads_8, threads_16] = gpu.constants(&cubin, "decode_cluster_tiling")?;

@@ -53,7 +53,7 @@ fn options() -> Options {
             other => {
                 eprintln!(
                     "unknown option {other}: --cubin-dir --what forward,decode --dims --lens --repeats --label; decode: --kv \
-                     bf16,e4m3,int8,int4 --plans auto,line,RANKSxPARTS --heads 32/8,16/1 --pages"
+                     bf16,e4m3,int8,int4 --plans auto,line,RANKSxPARTS,RANKSxPARTSl --heads 32/8,16/1 --pages"
                 );
                 std::process::exit(2);
             }

@@ -43,10 +43,11 @@ struct Cell {
 }
 
 fn plan_of(name: &str, d: &Decode, gpu: &Gpu) -> Plan {
-    let numbers: Vec<u32> = name.split('x').filter_map(|x| x.parse().ok()).collect();
+    let line = name.ends_with('l');
+    let numbers: Vec<u32> = name.trim_end_matches('l').split('x').filter_map(|x| x.parse().ok()).collect();
     match (name, &numbers[..]) {
         ("line", _) => Plan::Line,
-        (_, [ranks, parts]) => Plan::Clusters { ranks: *ranks, parts: *parts },
+        (_, [ranks, parts]) => Plan::Clusters { ranks: *ranks, parts: *parts, line },
         _ => d.plan(gpu.num_sms),
     }
 }
@@ -138,6 +139,13 @@ fn cell(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<(), Error> {
         unsafe { d.launch(gpu, plan)? }; // modules load outside the capture
         let tables = (0..sets).map(|set| table.address + u64::from(set * batch * pages_per) * 4);
         let us = time_replays(gpu, opt, &d, plan, tables)?;
+        if std::env::var("STAMPS").is_ok() {
+            let w = partial.read::<u32>(0, 64)?;
+            for b in 0..4 {
+                let x: Vec<i64> = (0..13).map(|i| i64::from(w[16 * b + i].wrapping_sub(w[16 * b]) as i32)).collect();
+                println!("stamps block {b}: {x:?}");
+            }
+        }
         println!(
             "decode{} {} {num_q_heads}/{num_kv_heads} d {dim} B {batch} S {} page {page_size}: {us:.2} us {:.3} TB/s ({plan})",
             opt.label,

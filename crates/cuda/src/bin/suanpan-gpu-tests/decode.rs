@@ -74,7 +74,8 @@ fn plans(gpu: &Gpu, device: &crate::decode_cache::Device) -> Vec<Plan> {
     if device.launch.kv_type == KvType::Bf16 && device.launch.scores == Default::default() {
         plans.push(Plan::Line);
     }
-    plans.extend([(8, 2), (1, 3), (4, 1)].map(|(ranks, parts)| Plan::Clusters { ranks, parts }));
+    let others = [(8, 2, false), (1, 3, false), (4, 1, false), (2, 5, true), (8, 1, true), (1, 16, true)];
+    plans.extend(others.map(|(ranks, parts, line)| Plan::Clusters { ranks, parts, line }));
     let mut kept: Vec<Plan> = Vec::new();
     plans.into_iter().for_each(|p| {
         if !kept.contains(&p) {
@@ -188,7 +189,7 @@ fn test_refusals(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
     let mut far = good;
     far.scores.softcap = Some(f32::INFINITY);
     let rows = suanpan_cuda::attention::decode::Decode { seqlen_q: 17, ..good };
-    let odd = Plan::Clusters { ranks: 3, parts: 1 };
+    let odd = Plan::Clusters { ranks: 3, parts: 1, line: false };
     for (what, d, plan) in [
         ("e4m3 without scales", no_scales, device.plan),
         ("an infinite softcap", far, device.plan),
