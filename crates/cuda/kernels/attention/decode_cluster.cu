@@ -69,7 +69,7 @@ constexpr int kRanksMax = 16;
 using Tile = KvTile<D, KV>;
 
 #ifndef WARPS
-#define WARPS (D == 256 ? 4 : KV != kBf16 && D == 128 && NT == 1 ? (KV == kInt4 ? 10 : 12) : 8)
+#define WARPS (D == 256 ? 4 : KV != kBf16 && D == 128 && NT == 1 ? 12 : 8)
 #endif
 #ifndef RING_MAX
 #define RING_MAX 8
@@ -99,7 +99,7 @@ template <int NT> struct Layout {
   static constexpr int kRankSums = kReceived + 2 * kRows * D * 4;        // [2][ranks][kRows] (maximum, sum)
   static constexpr int kQ = kRankSums + 2 * kRanksMax * kRows * 8;       // [kRows][kQPitch]
   static constexpr int kBars = kQ + kRows * kQPitch;
-  static constexpr int kRing = (kBars + 16 + 127) / 128 * 128;           // [W][R] slots
+  static constexpr int kRing = (kBars + 32 + 127) / 128 * 128;           // [W][R] slots
   static constexpr int kLeft = (SMEM - kRing) / (W * kSlot);
   static constexpr int R = kLeft < RING_MAX ? kLeft : RING_MAX;          // halves in flight a warp
   static constexpr int kBytes = kRing + W * R * kSlot;
@@ -239,12 +239,15 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         // Entries past the keys may be anything: those pieces become zeros and read nothing.
         const int from = __shfl_sync(~0u, page, in_at + m), row = __shfl_sync(~0u, row_in_page, in_at + m);
         const char* src = 16 * m < keys ? head + from * x.page_stride + (row + lane_row) * x.token_stride : head;
+        const uint32_t dst = lane_dst + slot_at + 16 * m * Tile::kRow;
+        const auto dst_of = [&](int i) { return dst + i * kRowsAtOnce * Tile::kRow + ((lane_place ^ Tile::place(i * kRowsAtOnce)) * 16); };
+        if (16 * m + 16 <= keys) {
 #pragma unroll
-        for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
-          const int r = 16 * m + i * kRowsAtOnce;
-          copy_16(lane_dst + slot_at + r * Tile::kRow + ((lane_place ^ Tile::place(i * kRowsAtOnce)) * 16), src,
-                  r + lane_row < keys ? 16 : 0);
-          src += more;  // rows past the keys read nothing, wherever this points
+          for (int i = 0; i < 16 / kRowsAtOnce; ++i) copy_16(dst_of(i), src + i * more);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 16 / kRowsAtOnce; ++i)  // rows past the keys read nothing, wherever this points
+            copy_16(dst_of(i), src + i * more, 16 * m + i * kRowsAtOnce + lane_row < keys ? 16 : 0);
         }
       }
       if (KV != kBf16) {
@@ -283,11 +286,20 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   };
   const auto sink_of = [&](int r, int token) { return p.sinks[h * p.group_size + r - token * p.group_size] * kLog2e; };
   constexpr long long kRecord = L::kRows * D * 2;  // floats
-  struct Waiting { int b, pieces, first, slot, mine; } waiting = {-1, 0, 0, 0, -1};
-  const auto collect = [&](int dry) {  // the slice of the sequence merged last
-    const int buffer = (merged - 1) & 1, b = waiting.b, thread = here(threadIdx.x);
+  // The sequence whose slice is not collected yet, and the record that takes this part's piece of it, or -1 where it is finished here.
+  int waiting_b = -1, waiting_record = -1;
+  // The line's sequence that ends in this part and began in another: 1 where there is one, 2 once its turn has come. In shared
+  // memory: the sequence, the pieces before, where the first lies (two words).
+  int tail = 0;
+  int* const tail_words = (int*)(smem + L::kBars + 16);
+  // The slice of the sequence merged last; or of the line's sequence that ends in this part, once the earlier parts are done too.
+  const auto collect = [&]() {
+    const int buffer = (merged - 1) & 1, b = waiting_b, thread = here(threadIdx.x), unit = blockIdx.z * p.num_kv_heads + h;
+    const bool stored = tail == 2;
+    const int pieces = stored ? tail_words[1] : waiting_record < 0 && !p.line ? p.parts - 1 : 0;
+    const int slot = stored ? tail_words[3] : 0, record = stored ? tail_words[2] : (b * (int)gridDim.z * p.num_kv_heads + unit) * (p.parts - 1);
     if (thread >= slice / 2) return;
-    if (!dry) mbar_wait_cluster(bar(buffer), (merged - 1) >> 1 & 1);
+    if (!stored) mbar_wait_cluster(bar(buffer), (merged - 1) >> 1 & 1);
     STAMP(11);
 #pragma unroll 1
     for (int e = thread; e < slice / 2; e += W * 32) {
@@ -295,36 +307,37 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
       const float2* sums = (const float2*)(smem + L::kRankSums) + buffer * kRanksMax * L::kRows + row;
       const float2* from = (const float2*)(smem + L::kReceived) + (buffer * L::kRows * D) / 2 + e;
       float top = -INFINITY;
+      const int senders = stored ? 0 : ranks;
 #pragma unroll 4
-      for (int s = 0; s < ranks; ++s) top = fmaxf(top, sums[s * L::kRows].x);
+      for (int s = 0; s < senders; ++s) top = fmaxf(top, sums[s * L::kRows].x);
       const float low = top == -INFINITY ? 0.f : top;
       float sum = 0.f;
       float2 acc = {0.f, 0.f};
 #pragma unroll 4
-      for (int s = 0; s < ranks; ++s) {
+      for (int s = 0; s < senders; ++s) {
         const float2 ml = sums[s * L::kRows], x = from[s * (slice / 2)];
         const float w = exp2_fast(ml.x - low);
         sum += w * ml.y;
         acc.x += w * x.x;
         acc.y += w * x.y;
       }
-      if (waiting.mine >= 0) {  // not the last piece: left for the cluster that has it
-        __stcg((float4*)(p.partial + waiting.mine * kRecord + at * 2), float4{acc.x, acc.y, top, sum});
+      if (waiting_record >= 0) {  // not the last piece: left for the cluster that has it
+        __stcg((float4*)(p.partial + waiting_record * kRecord + at * 2), float4{acc.x, acc.y, top, sum});
         continue;
       }
-      if (waiting.pieces > 0) {
+      if (pieces > 0) {
         const float4 own = {acc.x, acc.y, top, sum};
         acc = {0.f, 0.f};
         sum = 0.f;
         top = -INFINITY;
-        float* words = p.partial + (waiting.first + waiting.slot) * kRecord + at * 2;
+        float* words = p.partial + (record + slot) * kRecord + at * 2;
 #pragma unroll 1
-        for (int i = 0; i <= waiting.pieces; ++i) {  // piece by piece, in order
+        for (int i = 0; i <= pieces; ++i) {  // piece by piece, in order
           float4 x = own;
-          if (i < waiting.pieces) {
+          if (stored || i < pieces) {
             do { x = load_words(words); } while (is_empty(x.x) || is_empty(x.y) || is_empty(x.z) || is_empty(x.w));
             __stcg((uint4*)words, uint4{kEmpty, kEmpty, kEmpty, kEmpty});
-            words += (p.line ? 2 - (i == 0 ? waiting.slot : 0) : 1) * kRecord;
+            words += (p.line ? 2 - (i == 0 ? slot : 0) : 1) * kRecord;
           }
           const float m = fmaxf(top, x.z), low = m == -INFINITY ? 0.f : m;
           const float a = exp2_fast(top - low), w = exp2_fast(x.z - low);
@@ -342,7 +355,6 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         sum = sum * w + exp2_fast(sink - m);
         top = m;
       }
-      if (dry) continue;
       const float inv = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
       *(uint32_t*)(out_at(b, r, token) + d) = pack_bf16(acc.x * inv, acc.y * inv);
       if (d == 0) *lse_at(b, r, token) = sum > 0.f ? (top + __log2f(sum)) * 0.6931471805599453f : -INFINITY;
@@ -365,23 +377,14 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   };
 
   // ---- the sequences ---------------------------------------------------------------------------------------------------------------
-  // The first round is dry: it runs the code on whatever shared memory holds, so that the instructions come to the cache while the
-  // first keys are on their way; what it computes is dropped.
   const float scale_log2 = p.scale * kLog2e;
   uint32_t slot_at = 0;
-  int dry = 1;
-  int len = 0;
+  int lead = R;  // loads before the first product
   for (;;) {
-    asm volatile("" : "+r"(dry));
-    bool more = dry;
-    uint32_t from = 0, to = 0, tiles = 0;
-    if (!dry) {
-      while (b < p.batch && start < part_end && (len = p.seqlens_k[b]) <= 0) ++b;
-      more = b < p.batch && start < part_end;
-      tiles = tiles_of(len);
-      from = part_at > start ? part_at - start : 0;
-      to = min(tiles, part_end - start);
-    }
+    int len = 0;
+    while (b < p.batch && start < part_end && (len = p.seqlens_k[b]) <= 0) ++b;
+    const bool more = b < p.batch && start < part_end;
+    const uint32_t tiles = tiles_of(len), from = part_at > start ? part_at - start : 0, to = min(tiles, part_end - start);
     float o[D / 16][NT][4], row_max[NT][2], row_sum[NT][2];
     if (more) {
       // Keys that query row `row` of this unit sees end here; worked out where a mask needs it.
@@ -401,41 +404,39 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
       const int hidden = hidden_tiles(len), end = hidden + to;
       int tile = hidden + from + offset;
       float s[MT][NT][4];
-      int n = dry ? -R : 0;
+      int n = -lead;
 #pragma unroll 1
       for (;; ++n) {  // halves: K and V of a tile in turn; before the first sequence loads alone
-        asm volatile("" : "+r"(dry));  // or the compiler would double the loop
-        if (n == 0) {
-          if (dry) {
-            STAMP(2);
-            if (threadIdx.x == 0) {
-              mbar_init(bar(0), 1);
-              mbar_init(bar(1), 1);
-              mbar_init_fence();
-            }
-            __syncwarp();
-            cluster_arrive();
-            if (kHoldQ) fetch_q(b);
-          } else {
-            if (!kHoldQ || q_b != b) fetch_q(b);
-            const int thread = here(threadIdx.x);
-#pragma unroll
-            for (int i = 0; i < kQLoads; ++i) {
-              const int n = thread + i * W * 32;
-              if (n < kQPieces) *(uint4*)(smem + L::kQ + n / (D / 8) * kQPitch + n % (D / 8) * 16) = q_order<KV>(q_held[i]);
-            }
-            __syncthreads();  // q is there, and the sums of the sequence before have been read
-            if (kHoldQ && b + 1 < p.batch) fetch_q(b + 1);
-            STAMP(3);
+        if (lead && n == 2 - R) {  // once, behind the first loads
+          lead = 0;
+          if (threadIdx.x == 0) {
+            mbar_init(bar(0), 1);
+            mbar_init(bar(1), 1);
+            mbar_init_fence();
           }
+          __syncwarp();
+          cluster_arrive();
+          if (kHoldQ) fetch_q(b);
+          zero_empty();
+          STAMP(2);
+        }
+        if (n == 0) {
+          if (!kHoldQ || q_b != b) fetch_q(b);
+          const int thread = here(threadIdx.x);
+#pragma unroll
+          for (int i = 0; i < kQLoads; ++i) {
+            const int n = thread + i * W * 32;
+            if (n < kQPieces) *(uint4*)(smem + L::kQ + n / (D / 8) * kQPitch + n % (D / 8) * 16) = q_order<KV>(q_held[i]);
+          }
+          __syncthreads();  // q is there, and the sums of the sequence before have been read
+          if (kHoldQ && b + 1 < p.batch) fetch_q(b + 1);
+          STAMP(3);
         }
         if (n >= 0) {
-          if (dry ? n == 2 : tile >= end) break;
-          if (!dry) {
-            copies_wait<R - 1>();
-            __syncwarp();
-            if (n < 2) STAMP(4 + 2 * n);
-          }
+          if (tile >= end) break;
+          copies_wait<R - 1>();
+          __syncwarp();
+          if (n < 2) STAMP(4 + 2 * n);
           const float* scale_at = (const float*)(smem + (ring - base) + slot_at + kHalf) + g;
           if (!(n & 1)) {
             const int key0 = tile * TK;
@@ -548,16 +549,20 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
           }
           __syncwarp();
         }
-        if (n < 0 || !dry) {
-          load_half(slot_at);
-          slot_at = slot_at + kSlot == R * kSlot ? 0 : slot_at + kSlot;
-          if (n == -R) STAMP(1);
-        }
+        load_half(slot_at);
+        slot_at = slot_at + kSlot == R * kSlot ? 0 : slot_at + kSlot;
+        if (n == -R) STAMP(1);
       }
     }
     STAMP(7);
-    if (dry || waiting.b >= 0) collect(dry);
-    if (!more) break;
+    if (waiting_b >= 0) collect();
+    if (!more) {
+      if (tail != 1) break;
+      tail = 2;
+      waiting_b = tail_words[0];  // every thread wrote the same
+      waiting_record = -1;
+      continue;
+    }
 
     // ---- merging: warps, then blocks; clusters when the slice is collected -------------------------------------------------------
     const int thread = here(threadIdx.x), g = thread % 32 / 4, c = thread % 4;
@@ -582,11 +587,11 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         }
       }
     }
-    if (!dry && merged == 0) cluster_wait();  // the first time: every block of the cluster has begun
+    if (merged == 0) cluster_wait();  // the first time: every block of the cluster has begun
     __syncthreads();
     STAMP(8);
     const int buffer = merged & 1;
-    if (threadIdx.x == 0 && !dry) mbar_expect(bar(buffer), ranks * (slice * 4 + ((rank * slice + slice - 1) / D - slice_row + 1) * 8));
+    if (threadIdx.x == 0) mbar_expect(bar(buffer), ranks * (slice * 4 + ((rank * slice + slice - 1) / D - slice_row + 1) * 8));
 #pragma unroll 1
     for (int e = thread; e < rows * D / 4; e += W * 32) {
       const int row = e / (D / 4), d = 4 * e % D, dest = (((4 * e << ranks_log2) / D) * rows_inverse) >> 16, at = 4 * e - dest * slice;
@@ -609,40 +614,41 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         acc.z += f * x.z;
         acc.w += f * x.w;
       }
-      if (dry && acc.x != 1234.5f) continue;  // the sums are wanted in neither case
       const uint32_t there = cluster_addr(base, dest) - base, bar_there = there + bar(buffer);
       send_four(there + base + L::kReceived + buffer * L::kRows * D * 4 + (rank * slice + at) * 4, acc, bar_there);
       if (d == 0 || at == 0)
         send_pair(there + base + L::kRankSums + ((buffer * kRanksMax + rank) * L::kRows + row) * 8, top, sum, bar_there);
     }
     STAMP(9);
-    if (dry) {
-      dry = 0;
-      STAMP(10);
-      zero_empty();
-      continue;
-    }
     ++merged;
-    waiting = {b, 0, 0, 0, -1};
+    waiting_b = b;
+    waiting_record = -1;
     const int unit = blockIdx.z * p.num_kv_heads + h;
     if (!p.line) {
-      waiting.first = (b * (int)gridDim.z * p.num_kv_heads + unit) * (p.parts - 1);
-      if (part == p.parts - 1) waiting.pieces = p.parts - 1;
-      else waiting.mine = waiting.first + part;
-    } else if (to < tiles) {
-      waiting.mine = (unit * p.parts + part) * 2 + (start <= part_at ? 0 : 1);
-    } else if (from > 0) {  // the sequence ends here and began in another part
-      const uint32_t of_longer = (share + 1) * longer;
-      const int began = start < of_longer ? start / (share + 1) : longer + (start - of_longer) / share;
-      waiting.pieces = part - began;
-      waiting.first = (unit * p.parts + began) * 2;
-      waiting.slot = part_begin(began) == start ? 0 : 1;
+      if (part < p.parts - 1) waiting_record = (b * (int)gridDim.z * p.num_kv_heads + unit) * (p.parts - 1) + part;
+    } else if (from > 0 || to < tiles) {
+      waiting_record = (unit * p.parts + part) * 2 + (start <= part_at ? 0 : 1);
+      if (to == tiles) {
+        const uint32_t of_longer = (share + 1) * longer;
+        const int began = start < of_longer ? start / (share + 1) : longer + (start - of_longer) / share;
+        tail = 1;
+        tail_words[0] = b;  // every thread the same
+        tail_words[1] = part - began;
+        tail_words[2] = (unit * p.parts + began) * 2;
+        tail_words[3] = part_begin(began) == start ? 0 : 1;
+      }
     }
     start += tiles;
     ++b;
   }
   STAMP(12);
-  if (merged == 0) cluster_wait();  // who arrived must wait
+  if (merged > 0) return;
+  // Nothing to do but what the others of the cluster count on.
+  if (lead) {
+    cluster_arrive();
+    zero_empty();
+  }
+  cluster_wait();
 }
 
 extern "C" __device__ const int decode_cluster_tiling[4] = {Layout<1>::kBytes, Layout<2>::kBytes, Layout<1>::W * 32, Layout<2>::W * 32};

@@ -77,20 +77,32 @@ __device__ __forceinline__ void scores(float (&s)[MT][NT][4], uint32_t k, uint32
   if constexpr (KV == kBf16) {
     const int row = lane & 15;
     const uint32_t row_at = k + row * T::kRow, q_at = q + (lane & 7) * q_pitch + (lane >> 3) * 16;
+    // Operands of several steps first, then their products: two chains of sums where there is one tile of rows.
+    constexpr int kSteps = NT == 1 ? 8 : 4, kGroup = kSteps < D / 16 ? kSteps : D / 16;
 #pragma unroll
-    for (int ks = 0; ks < D / 16; ks += 2) {
-      uint32_t b[NT][4];
+    for (int m = 0; m < MT; ++m) {
+      float odd[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-      for (int n = 0; n < NT; ++n) load_matrices(b[n], q_at + n * 8 * q_pitch + ks * 32);
+      for (int k0 = 0; k0 < D / 16; k0 += kGroup) {
+        uint32_t a[kGroup][4], b[kGroup / 2][NT][4];
 #pragma unroll
-      for (int m = 0; m < MT; ++m) {
+        for (int ks = 0; ks < kGroup; ++ks) {
+          load_matrices(a[ks], row_at + m * 16 * T::kRow + (((2 * (k0 + ks) + (lane >> 4)) ^ (row & 7)) * 16));
+          if (ks % 2 == 0) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          uint32_t a[4];
-          load_matrices(a, row_at + m * 16 * T::kRow + (((2 * (ks + e) + (lane >> 4)) ^ (row & 7)) * 16));
-#pragma unroll
-          for (int n = 0; n < NT; ++n) mma_bf16(s[m][n], a, b[n][2 * e], b[n][2 * e + 1]);
+            for (int n = 0; n < NT; ++n) load_matrices(b[ks / 2][n], q_at + n * 8 * q_pitch + (k0 + ks) * 32);
+          }
         }
+#pragma unroll
+        for (int ks = 0; ks < kGroup; ++ks) {
+#pragma unroll
+          for (int n = 0; n < NT; ++n)
+            mma_bf16(NT == 1 && ks % 2 ? odd : s[m][n], a[ks], b[ks / 2][n][ks % 2 * 2], b[ks / 2][n][ks % 2 * 2 + 1]);
+        }
+      }
+      if (NT == 1) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][0][i] += odd[i];
       }
     }
   } else {

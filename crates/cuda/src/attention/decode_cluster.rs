@@ -60,28 +60,28 @@ fn units(d: &Decode) -> u32 {
     d.num_kv_heads * d.rows().div_ceil(unit_rows(d))
 }
 
-/// The layout for a device with `num_sms` multiprocessors.
+/// The layout for a device with `num_sms` multiprocessors, from measurements on an H200 (docs/cuda-attn-notes.md).
 pub(super) fn layout(d: &Decode, num_sms: u32) -> Plan {
-    let line = d.batch > 2 && !d.batch_invariant;
-    let long = u64::from(d.pages_max) * u64::from(d.page_size) > 32_768;
-    // Clusters of 16 and 8 blocks fit 7 and 15 times on an H200 (its processors come in groups of 16 to 18 and one smaller),
-    // those of 2 as often as there are pairs. Large clusters merge faster, small ones leave no processor idle.
-    let at_once = |ranks: u32| match ranks {
-        16 => num_sms / 18,
-        8 => num_sms / 9 + u32::from(num_sms >= 132),
-        4 => num_sms * 30 / 132,
-        _ => num_sms / ranks,
-    };
     let units = units(d);
-    let mut best = (0, 1, 1);
-    for ranks in [16, 8, 4, 2, 1] {
-        let parts = at_once(ranks) / units;
-        let parts = if line || long { parts } else { parts.min(7) };
-        if parts * ranks > best.0 {
-            best = (parts * ranks, ranks, parts);
-        }
+    // Clusters of 16, 8 and 4 blocks fit 7, 15 and 30 times on 132 processors, which lie in groups of 16 to 18 and a smaller one.
+    let parts = |ranks: u32| match ranks {
+        16 => num_sms * 7 / 132 / units,
+        8 => num_sms * 15 / 132 / units,
+        4 => num_sms * 30 / 132 / units,
+        _ => num_sms / ranks / units,
+    };
+    if d.batch > 2 && !d.batch_invariant {
+        // Many sequences: no processor may idle, and most sequences lie in one part.
+        let ranks = if units == 1 { 8 } else { 1 };
+        return Plan::Clusters { ranks, parts: parts(ranks).max(1), line: true };
     }
-    Plan::Clusters { ranks: best.1, parts: best.2, line }
+    // Few keys: the largest clusters that fit once a head, and about two fifths of the processors: more would not read faster but
+    // merge slower. Many keys: nearly all processors.
+    let few = u64::from(d.pages_max) * u64::from(d.page_size) <= 32_768;
+    let fits = |r: u32| parts(r) > 0 && (few || parts(r) * units * r * 5 >= num_sms * 4);
+    let ranks = [16, 8, 4, 2].into_iter().find(|r| fits(*r)).unwrap_or(1);
+    let wanted = if few && units > 1 { (num_sms * 2 / 5).div_ceil(units * ranks) } else { parts(ranks) };
+    Plan::Clusters { ranks, parts: wanted.min(parts(ranks)).max(1), line: false }
 }
 
 pub(super) fn partial_bytes(d: &Decode, parts: u32, line: bool) -> u64 {
