@@ -20,14 +20,6 @@
 
 namespace suanpan {
 
-// One of K and V as stored; strides in bytes (of `scale` in elements).
-struct Pages {
-  const char* data;      // [pages, page_size, num_kv_heads, head_dim]
-  const float* scale;    // of quantised numbers: [pages, page_size, num_kv_heads] by strides, which may be 0
-  long long page_stride, token_stride, head_stride;
-  long long scale_page_stride, scale_token_stride, scale_head_stride;
-};
-
 struct ClusterParams {
   const int* seqlens_k;   // [batch]
   const int* page_table;  // [batch, pages_max]
@@ -39,7 +31,10 @@ struct ClusterParams {
   int parts;              // clusters that share a kv head: grid (parts * ranks, num_kv_heads, groups of 8 NT rows)
   int line;               // 1: parts of one line of all tiles; 0: every part takes its tiles of every sequence
   int left;               // keys before a row's own that it sees, or -1: all
-  Pages k, v;
+  const char *k, *v;      // [pages, page_size, num_kv_heads, head_dim], the same strides in bytes
+  long long page_stride, token_stride, head_stride;
+  const float *k_scale, *v_scale;  // of quantised numbers: [pages, page_size, num_kv_heads], strides in elements, which may be 0
+  long long scale_page_stride, scale_token_stride, scale_head_stride;
   const char* q;          // [batch * seqlen_q, num_q_heads, head_dim] bf16, strides in bytes
   long long q_token_stride, q_head_stride;
   int num_kv_heads;
@@ -133,14 +128,15 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   // ---- what comes first: length and table at once, neither waits for the other ---------------------------------------------------
   const int step = (p.line ? 1 : p.parts) * ranks * W;  // tiles from one of a warp to its next
   const int offset = (p.line ? 0 : part * ranks) + rank + (p.line ? 1 : p.parts) * ranks * warp;
-  // Table entries of the next 32 / MT tiles from `tile` on, a lane for each 16 keys: page and row in it.
-  const auto fetch_entries = [&](int b, int tile, int& page, int& row) {
+  // Table entries of the next 32 / MT tiles from `tile` on, a lane for each 16 keys, as offsets of the data and of the scales.
+  const auto fetch_entries = [&](int b, int tile, long long& data, long long& scales) {
     const uint32_t sixteen = (uint32_t)(tile + lane / MT * step) * MT + lane % MT, page_16 = p.page_size / 16;
     uint32_t entry = __umulhi(sixteen, p.page_inverse);
     uint32_t rest = sixteen - entry * page_16;
     if (rest >= page_16) { ++entry; rest -= page_16; }
-    row = rest * 16;
-    page = entry < (uint32_t)p.pages_max ? p.page_table[(long long)b * p.pages_max + entry] : 0;
+    const int page = entry < (uint32_t)p.pages_max ? p.page_table[(long long)b * p.pages_max + entry] : 0;
+    data = page * p.page_stride + rest * 16 * p.token_stride;
+    if (KV != kBf16) scales = page * p.scale_page_stride + rest * 16 * p.scale_token_stride;
   };
   // Tiles of a sequence that no row sees, for a window, and those after them.
   const auto hidden_tiles = [&](int len) { return EXTRA && p.left >= 0 ? max(0, len - p.seqlen_q - p.left) / TK : 0; };
@@ -177,10 +173,12 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
       start += __shfl_sync(~0u, upto, 31);
     }
   }
-  int in_b = b - 1, in_len = 0, in_tile = 0, in_end = 0, in_at = 0, page, row_in_page, in_v = 0;
+  if (part == 0) b = 0;  // sequences without keys belong to the part before them, the first ones to the first
+  int in_b = b - 1, in_len = 0, in_tile = 0, in_end = 0, in_at = 0, in_v = 0;
+  long long in_data = 0, in_scales = 0, next_data, next_scales = 0;
   uint32_t in_start = start;
-  int next_len = b < p.batch ? p.seqlens_k[b] : 0, next_page, next_row;
-  fetch_entries(min(b, p.batch - 1), offset, next_page, next_row);
+  int next_len = b < p.batch ? p.seqlens_k[b] : 0;
+  fetch_entries(min(b, p.batch - 1), offset, next_data, next_scales);
 
   const int h = blockIdx.y, row_base = blockIdx.z * L::kRows;
   const int rows = min(L::kRows, p.seqlen_q * p.group_size - row_base);
@@ -209,6 +207,8 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   const uint32_t ring = base + L::kRing + warp * R * kSlot;
   const int lane_row = lane / kLanesOfRow, lane_piece = lane % kLanesOfRow;
   const uint32_t lane_dst = ring + lane_row * Tile::kRow, lane_place = lane_piece ^ Tile::place(lane_row);
+  const long long more = kRowsAtOnce * p.token_stride, lane_src = h * p.head_stride + lane_row * p.token_stride + lane_piece * 16;
+  const char *const k_src = p.k + lane_src, *const v_src = p.v + lane_src;
   const auto load_half = [&](uint32_t slot_at) {
     while (in_tile >= in_end && in_b < p.batch) {  // the next sequence of which this warp has tiles
       in_start += tiles_of(in_len);
@@ -217,28 +217,26 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         break;
       }
       in_len = next_len;
-      page = next_page;
-      row_in_page = next_row;
+      in_data = next_data;
+      in_scales = next_scales;
       if (in_b + 1 < p.batch) {
         next_len = p.seqlens_k[in_b + 1];
-        fetch_entries(in_b + 1, offset, next_page, next_row);
+        fetch_entries(in_b + 1, offset, next_data, next_scales);
       }
       const int hidden = hidden_tiles(in_len), from = hidden + (part_at > in_start ? part_at - in_start : 0);
       in_tile = from + offset;
       in_end = hidden + min(tiles_of(in_len), part_end - in_start);
       in_at = 0;
-      if (from > 0 && in_tile < in_end) fetch_entries(in_b, in_tile, page, row_in_page);
+      if (from > 0 && in_tile < in_end) fetch_entries(in_b, in_tile, in_data, in_scales);
     }
     if (in_tile < in_end) {
-      const Pages& x = in_v ? p.v : p.k;
+      const char* const from = in_v ? v_src : k_src;
       const int keys = in_len - in_tile * TK;  // of this tile, and beyond
-      const char* head = x.data + h * x.head_stride + lane_piece * 16;
-      const long long more = kRowsAtOnce * x.token_stride;
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
         // Entries past the keys may be anything: those pieces become zeros and read nothing.
-        const int from = __shfl_sync(~0u, page, in_at + m), row = __shfl_sync(~0u, row_in_page, in_at + m);
-        const char* src = 16 * m < keys ? head + from * x.page_stride + (row + lane_row) * x.token_stride : head;
+        const char* src = from + __shfl_sync(~0u, in_data, in_at + m);
+        if (16 * m >= keys) src = p.k;
         const uint32_t dst = lane_dst + slot_at + 16 * m * Tile::kRow;
         const auto dst_of = [&](int i) { return dst + i * kRowsAtOnce * Tile::kRow + ((lane_place ^ Tile::place(i * kRowsAtOnce)) * 16); };
         if (16 * m + 16 <= keys) {
@@ -251,13 +249,12 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         }
       }
       if (KV != kBf16) {
-        const float* scales = x.scale + h * x.scale_head_stride;
+        const float* const scales = (in_v ? p.v_scale : p.k_scale) + h * p.scale_head_stride;
 #pragma unroll
         for (int i = 0; i < (TK + 31) / 32; ++i) {
           const int n = lane + 32 * i;
-          const int from = __shfl_sync(~0u, page, in_at + (n / 16) % MT), row = __shfl_sync(~0u, row_in_page, in_at + (n / 16) % MT);
-          const float* src = n < keys ? scales + from * x.scale_page_stride + (row + n % 16) * x.scale_token_stride : scales;
-          if (n < TK) copy_4(ring + slot_at + kHalf + n * 4, src, n < keys ? 4 : 0);
+          const long long at = __shfl_sync(~0u, in_scales, in_at + (n / 16) % MT) + n % 16 * p.scale_token_stride;
+          if (n < TK) copy_4(ring + slot_at + kHalf + n * 4, n < keys ? scales + at : scales, n < keys ? 4 : 0);
         }
       }
       if (in_v) {
@@ -265,7 +262,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         in_at += MT;
         if (in_at == 32 && in_tile < in_end) {
           in_at = 0;
-          fetch_entries(in_b, in_tile, page, row_in_page);
+          fetch_entries(in_b, in_tile, in_data, in_scales);
         }
       }
       in_v ^= 1;
@@ -308,12 +305,12 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
       const float2* from = (const float2*)(smem + L::kReceived) + (buffer * L::kRows * D) / 2 + e;
       float top = -INFINITY;
       const int senders = stored ? 0 : ranks;
-#pragma unroll 4
+#pragma unroll 8
       for (int s = 0; s < senders; ++s) top = fmaxf(top, sums[s * L::kRows].x);
       const float low = top == -INFINITY ? 0.f : top;
       float sum = 0.f;
       float2 acc = {0.f, 0.f};
-#pragma unroll 4
+#pragma unroll 8
       for (int s = 0; s < senders; ++s) {
         const float2 ml = sums[s * L::kRows], x = from[s * (slice / 2)];
         const float w = exp2_fast(ml.x - low);
@@ -361,18 +358,11 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
     }
   };
 
-  const auto zero_empty = [&]() {  // sequences without keys
-#pragma unroll 1
-    for (int b0 = 0; b0 < p.batch && part == 0; b0 += 32) {
-      uint32_t vote = __ballot_sync(~0u, b0 + lane < p.batch && p.seqlens_k[min(b0 + lane, p.batch - 1)] <= 0);
-      for (; vote; vote &= vote - 1) {
-        const int b = b0 + __ffs(vote) - 1;
-        for (int i = here(threadIdx.x); i < slice / 2; i += W * 32) {
-          const int at = rank * slice + 2 * i, r = row_base + at / D, token = token_of(r);
-          *(uint32_t*)(out_at(b, r, token) + at % D) = 0;
-          if (at % D == 0) *lse_at(b, r, token) = EXTRA && p.sinks ? sink_of(r, token) / kLog2e : -INFINITY;
-        }
-      }
+  const auto zero = [&](int b) {  // a sequence without keys
+    for (int i = here(threadIdx.x); i < slice / 2; i += W * 32) {
+      const int at = rank * slice + 2 * i, r = row_base + at / D, token = token_of(r);
+      *(uint32_t*)(out_at(b, r, token) + at % D) = 0;
+      if (at % D == 0) *lse_at(b, r, token) = EXTRA && p.sinks ? sink_of(r, token) / kLog2e : -INFINITY;
     }
   };
 
@@ -382,7 +372,10 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   int lead = R;  // loads before the first product
   for (;;) {
     int len = 0;
-    while (b < p.batch && start < part_end && (len = p.seqlens_k[b]) <= 0) ++b;
+    while (b < p.batch && start <= part_end && (len = p.seqlens_k[b]) <= 0) {
+      if (p.line || part == 0) zero(b);
+      ++b;
+    }
     const bool more = b < p.batch && start < part_end;
     const uint32_t tiles = tiles_of(len), from = part_at > start ? part_at - start : 0, to = min(tiles, part_end - start);
     float o[D / 16][NT][4], row_max[NT][2], row_sum[NT][2];
@@ -417,7 +410,6 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
           __syncwarp();
           cluster_arrive();
           if (kHoldQ) fetch_q(b);
-          zero_empty();
           STAMP(2);
         }
         if (n == 0) {
@@ -428,7 +420,8 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
             const int n = thread + i * W * 32;
             if (n < kQPieces) *(uint4*)(smem + L::kQ + n / (D / 8) * kQPitch + n % (D / 8) * 16) = q_order<KV>(q_held[i]);
           }
-          __syncthreads();  // q is there, and the sums of the sequence before have been read
+          if (merged == 0) cluster_wait();  // the first time: every block of the cluster has begun
+          __syncthreads();                  // q is there, and the sums of the sequence before have been read
           if (kHoldQ && b + 1 < p.batch) fetch_q(b + 1);
           STAMP(3);
         }
@@ -587,7 +580,6 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         }
       }
     }
-    if (merged == 0) cluster_wait();  // the first time: every block of the cluster has begun
     __syncthreads();
     STAMP(8);
     const int buffer = merged & 1;
@@ -644,10 +636,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   STAMP(12);
   if (merged > 0) return;
   // Nothing to do but what the others of the cluster count on.
-  if (lead) {
-    cluster_arrive();
-    zero_empty();
-  }
+  if (lead) cluster_arrive();
   cluster_wait();
 }
 

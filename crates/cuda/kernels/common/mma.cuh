@@ -72,7 +72,8 @@ __device__ __forceinline__ int cluster_index() {  // in x
   asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(x));
   return x;
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Relaxed: what must be seen by the others (barriers) has a fence of its own, and copies on their way are not waited for.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The address that `addr` of this block has in block `rank` of the cluster.
 __device__ __forceinline__ uint32_t cluster_addr(uint32_t addr, int rank) {

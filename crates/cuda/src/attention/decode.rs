@@ -89,7 +89,7 @@ pub struct Decode {
     pub q: Operand,
     /// As many heads as v; rows as long as q's.
     pub k: Pages,
-    /// As k.
+    /// As k; the clusters' kernel takes the same strides only.
     pub v: Pages,
     /// Of k and v.
     pub kv_type: KvType,
@@ -167,7 +167,7 @@ impl Decode {
     pub fn plan(&self, num_sms: u32) -> Plan {
         let line_can =
             self.kv_type == KvType::Bf16 && self.scores == Scores::default() && !self.batch_invariant;
-        if line_can && (self.batch > 4 || self.rows() > 16) {
+        if line_can && self.rows() > 16 {
             return Plan::Line;
         }
         decode_cluster::layout(self, num_sms)

@@ -4,19 +4,6 @@ use crate::Error;
 use crate::driver::{Address, Gpu};
 use std::ffi::c_void;
 
-/// Mirrors `Pages` of the kernel: strides of the data in bytes, of the scales in elements.
-#[repr(C)]
-struct CPages {
-    data: Address,
-    scale: Address,
-    page_stride: i64,
-    token_stride: i64,
-    head_stride: i64,
-    scale_page_stride: i64,
-    scale_token_stride: i64,
-    scale_head_stride: i64,
-}
-
 /// Mirrors `ClusterParams` of the kernel.
 #[repr(C)]
 struct Params {
@@ -30,8 +17,16 @@ struct Params {
     parts: i32,
     line: i32,
     left: i32,
-    k: CPages,
-    v: CPages,
+    k: Address,
+    v: Address,
+    page_stride: i64,
+    token_stride: i64,
+    head_stride: i64,
+    k_scale: Address,
+    v_scale: Address,
+    scale_page_stride: i64,
+    scale_token_stride: i64,
+    scale_head_stride: i64,
     q: Address,
     q_token_stride: i64,
     q_head_stride: i64,
@@ -90,28 +85,28 @@ pub(super) fn partial_bytes(d: &Decode, parts: u32, line: bool) -> u64 {
     u64::from(units(d)) * u64::from(records) * record
 }
 
-fn pages(field: &'static str, x: &Pages, kv: KvType) -> Result<CPages, Error> {
-    let bytes = |n: u64| n * kv.bits() / 8;
-    let in_bytes = [bytes(x.page_stride), bytes(x.token_stride), bytes(x.head_stride)];
-    let aligned = x.address.is_multiple_of(16) && in_bytes.iter().all(|s| s.is_multiple_of(16));
-    if !aligned || in_bytes.iter().any(|s| *s >= 1 << 40) {
-        let asked = format!("address {:#x}, strides {in_bytes:?} bytes", x.address);
-        return Err(Error::Unsupported { field, asked, supported: "multiples of 16 bytes, strides under 2^40" });
+/// Strides of the data in bytes: pages, tokens, heads. K and V share them, and those of the scales.
+fn strides(d: &Decode) -> Result<[i64; 3], Error> {
+    let of = |x: &Pages| [x.page_stride, x.token_stride, x.head_stride];
+    let of_scales = |x: &Pages| [x.scales.page_stride, x.scales.token_stride, x.scales.head_stride];
+    let quantised = d.kv_type != KvType::Bf16;
+    let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
+    if of(&d.k) != of(&d.v) || (quantised && of_scales(&d.k) != of_scales(&d.v)) {
+        let asked = format!("{:?} {:?}, k {:?} {:?}", of(&d.v), of_scales(&d.v), of(&d.k), of_scales(&d.k));
+        return bad("v", asked, "the strides of k");
     }
-    if kv != KvType::Bf16 && (x.scales.address == 0 || !x.scales.address.is_multiple_of(4)) {
-        let asked = format!("scales at {:#x}", x.scales.address);
-        return Err(Error::Unsupported { field, asked, supported: "f32 scales of quantised numbers" });
+    let bytes = of(&d.k).map(|n| n * d.kv_type.bits() / 8);
+    for (field, x) in [("k", &d.k), ("v", &d.v)] {
+        let aligned = x.address.is_multiple_of(16) && bytes.iter().all(|s| s.is_multiple_of(16));
+        if !aligned || bytes.iter().any(|s| *s >= 1 << 40) {
+            let asked = format!("address {:#x}, strides {bytes:?} bytes", x.address);
+            return bad(field, asked, "multiples of 16 bytes, strides under 2^40");
+        }
+        if quantised && (x.scales.address == 0 || !x.scales.address.is_multiple_of(4)) {
+            return bad(field, format!("scales at {:#x}", x.scales.address), "f32 scales of quantised numbers");
+        }
     }
-    Ok(CPages {
-        data: x.address,
-        scale: x.scales.address,
-        page_stride: in_bytes[0] as i64,
-        token_stride: in_bytes[1] as i64,
-        head_stride: in_bytes[2] as i64,
-        scale_page_stride: x.scales.page_stride as i64,
-        scale_token_stride: x.scales.token_stride as i64,
-        scale_head_stride: x.scales.head_stride as i64,
-    })
+    Ok(bytes.map(|s| s as i64))
 }
 
 /// # Safety
@@ -128,6 +123,7 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32, line:
     if !d.q.address.is_multiple_of(16) || q_strides.iter().any(|s| !s.is_multiple_of(16) || *s >= 1 << 40) {
         return bad("q", format!("{:#x}, strides {q_strides:?} bytes", d.q.address), "multiples of 16 bytes");
     }
+    let [page_stride, token_stride, head_stride] = strides(d)?;
     let group = d.num_q_heads / d.num_kv_heads;
     let mut params = Params {
         seqlens_k: d.seqlens_k,
@@ -140,8 +136,16 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32, line:
         parts: parts as i32,
         line: i32::from(line),
         left: d.scores.left.map_or(-1, |n| n.min(i32::MAX as u32) as i32),
-        k: pages("k", &d.k, d.kv_type)?,
-        v: pages("v", &d.v, d.kv_type)?,
+        k: d.k.address,
+        v: d.v.address,
+        page_stride,
+        token_stride,
+        head_stride,
+        k_scale: d.k.scales.address,
+        v_scale: d.v.scales.address,
+        scale_page_stride: d.k.scales.page_stride as i64,
+        scale_token_stride: d.k.scales.token_stride as i64,
+        scale_head_stride: d.k.scales.head_stride as i64,
         q: d.q.address,
         q_token_stride: q_strides[0] as i64,
         q_head_stride: q_strides[1] as i64,

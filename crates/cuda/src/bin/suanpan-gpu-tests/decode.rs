@@ -188,6 +188,9 @@ fn test_refusals(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
     no_scales.k.scales.address = 0;
     let mut far = good;
     far.scores.softcap = Some(f32::INFINITY);
+    let mut uneven = good;
+    uneven.v.token_stride += 16;
+    let line = suanpan_cuda::attention::decode::Decode { batch_invariant: true, ..good };
     let rows = suanpan_cuda::attention::decode::Decode { seqlen_q: 17, ..good };
     let odd = Plan::Clusters { ranks: 3, parts: 1, line: false };
     for (what, d, plan) in [
@@ -196,6 +199,8 @@ fn test_refusals(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
         ("68 rows", rows, device.plan),
         ("quantised on one line", good, Plan::Line),
         ("three ranks", good, odd),
+        ("strides of v unlike k's", uneven, device.plan),
+        ("one line where no bit may change", line, Plan::Clusters { ranks: 1, parts: 4, line: true }),
     ] {
         // SAFETY: a launch that is refused runs nothing; one that is not uses buffers of at least its shape.
         let refused = unsafe { d.launch(gpu, plan) };
