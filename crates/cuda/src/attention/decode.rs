@@ -167,7 +167,8 @@ impl Decode {
     pub fn plan(&self, num_sms: u32) -> Plan {
         let line_can =
             self.kv_type == KvType::Bf16 && self.scores == Scores::default() && !self.batch_invariant;
-        if line_can && self.rows() > 16 {
+        // The clusters' kernel would read K and V once for each 16 rows; and with one kv head and many sequences it merges too often.
+        if line_can && (self.rows() > 16 || (self.num_kv_heads == 1 && self.batch > 48)) {
             return Plan::Line;
         }
         decode_cluster::layout(self, num_sms)

@@ -67,7 +67,11 @@ pub(super) fn layout(d: &Decode, num_sms: u32) -> Plan {
     };
     if d.batch > 2 && !d.batch_invariant {
         // Many sequences: no processor may idle, and most sequences lie in one part.
-        let ranks = if units == 1 { 8 } else { 1 };
+        let ranks = match units {
+            1 => 8,
+            _ if d.batch <= 8 * parts(2) => 2,
+            _ => 1,
+        };
         return Plan::Clusters { ranks, parts: parts(ranks).max(1), line: true };
     }
     // Few keys: the largest clusters that fit once a head, and about two fifths of the processors: more would not read faster but
@@ -75,7 +79,7 @@ pub(super) fn layout(d: &Decode, num_sms: u32) -> Plan {
     let few = u64::from(d.pages_max) * u64::from(d.page_size) <= 32_768;
     let fits = |r: u32| parts(r) > 0 && (few || parts(r) * units * r * 5 >= num_sms * 4);
     let ranks = [16, 8, 4, 2].into_iter().find(|r| fits(*r)).unwrap_or(1);
-    let wanted = if few && units > 1 { (num_sms * 2 / 5).div_ceil(units * ranks) } else { parts(ranks) };
+    let wanted = if few { (num_sms * 2 / 5).div_ceil(units * ranks) } else { parts(ranks) };
     Plan::Clusters { ranks, parts: wanted.min(parts(ranks)).max(1), line: false }
 }
 
