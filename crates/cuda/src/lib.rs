@@ -7,7 +7,9 @@
 //! the assembler serialises; the cubins are embedded, so that a binary starts on a machine without a GPU and says so.
 //!
 //! `kernels/attention/forward.cu`: bf16 and fp16, head dims 64, 96, 128, 192, 256, full and causal, grouped heads, packed ragged sequences, lse out.
-//! `kernels/attention/decode.cu`: bf16, head dims 64, 128, 256, pages of any multiple of 16 tokens, lengths and page tables read on the device.
+//! `kernels/attention/decode_cluster.cu`: decode over bf16, e4m3, 8-bit and 4-bit K and V, head dims 64, 128, 256, pages of any multiple of 16
+//! tokens, lengths and page tables read on the device, softcap, ALiBi, window and sinks, batch-invariant where asked.
+//! `kernels/attention/decode.cu`: bf16 decode of 17 to 64 query rows a kv head, and of many sequences on one kv head.
 //! Versions, predictions and outcomes: docs/cuda-attn-notes.md.
 #![cfg(feature = "cuda")]
 

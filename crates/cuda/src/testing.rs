@@ -83,7 +83,8 @@ impl Buffer {
     pub fn read_all(&self, gpu: &Gpu, offset: u64, bytes: u64) -> Result<(), Error> {
         assert!(offset + bytes <= self.bytes as u64);
         let (mut address, mut n, mut out) = (self.address + offset, bytes / 16, self.address);
-        let mut args: [*mut c_void; 3] = [(&raw mut address).cast(), (&raw mut n).cast(), (&raw mut out).cast()];
+        let mut args: [*mut c_void; 3] =
+            [(&raw mut address).cast(), (&raw mut n).cast(), (&raw mut out).cast()];
         let kernel = gpu.kernel("random", "read_all", 0)?;
         // SAFETY: the parameters match `read_all`; the range was just checked.
         unsafe { gpu.launch(kernel, (gpu.num_sms * 4, 1, 1), 512, 0, &mut args) }

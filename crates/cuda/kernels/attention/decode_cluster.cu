@@ -5,101 +5,14 @@
 // sequence going to block t mod blocks and there to warp t / blocks mod warps: the load is even whatever the lengths are, a table
 // entry can be fetched before the length is known, and a sequence's result depends on nothing but itself, so that no bit changes
 // when the batch does. Or (`line`) all tiles form one line that is cut into equal parts, a cluster each, as in decode.cu: fewer
-// merges where sequences are many. Each warp streams its tiles through a ring of its own (cp.async) with no block-wide step; they meet once a
-// sequence: the warps' results are merged in shared memory, a slice of the sum goes to each block of the cluster, which adds
-// the slices up (distributed shared memory), and several clusters of one head meet in global memory the way of decode.cu:
-// words that wait at a bit pattern no arithmetic produces; only the last cluster waits, and for lower-numbered ones.
-#include "decode_tile.cuh"
-
-#ifndef HEAD_DIM
-#define HEAD_DIM 128
-#endif
-#ifndef KV_TYPE
-#define KV_TYPE 0
-#endif
+// merges where sequences are many.
+// Each warp streams its tiles through a ring of its own (cp.async) with no block-wide step; they meet once a sequence: the warps'
+// results are merged in shared memory, a slice of the sum goes to each block of the cluster, which adds the slices up
+// (distributed shared memory), and several clusters of one head meet in global memory the way of decode.cu: words that wait at a
+// bit pattern no arithmetic produces; only the cluster with the last piece waits, and for lower-numbered ones.
+#include "decode_cluster.cuh"
 
 namespace suanpan {
-
-struct ClusterParams {
-  const int* seqlens_k;   // [batch]
-  const int* page_table;  // [batch, pages_max]
-  int batch;
-  int seqlen_q;           // row = token * group_size + head in group
-  int page_size;          // tokens, a multiple of 16
-  uint32_t page_inverse;  // 2^32 / (page_size / 16), rounded down, below 2^32
-  int pages_max;          // per sequence
-  int parts;              // clusters that share a kv head: grid (parts * ranks, num_kv_heads, groups of 8 NT rows)
-  int line;               // 1: parts of one line of all tiles; 0: every part takes its tiles of every sequence
-  int left;               // keys before a row's own that it sees, or -1: all
-  const char *k, *v;      // [pages, page_size, num_kv_heads, head_dim], the same strides in bytes
-  long long page_stride, token_stride, head_stride;
-  const float *k_scale, *v_scale;  // of quantised numbers: [pages, page_size, num_kv_heads], strides in elements, which may be 0
-  long long scale_page_stride, scale_token_stride, scale_head_stride;
-  const char* q;          // [batch * seqlen_q, num_q_heads, head_dim] bf16, strides in bytes
-  long long q_token_stride, q_head_stride;
-  int num_kv_heads;
-  int group_size;
-  int group_inverse;      // 65536 / group_size + 1
-  float scale;            // of the scores
-  float softcap;          // 0: none
-  int unused;
-  void* o;                // [batch * seqlen_q, num_q_heads, head_dim] bf16, contiguous
-  float* lse;             // [num_q_heads, batch * seqlen_q], natural logarithm
-  float* partial;         // [records, rows * head_dim / 2, 4], of a row's pair: o, maximum, sum; all bits one, left so.
-                          // Records: line [row groups, num_kv_heads, parts, 2: a part's first sequence, its last],
-                          // else [batch, row groups, num_kv_heads, parts - 1]
-  const float* slopes;    // [num_q_heads] or null
-  const float* sinks;     // [num_q_heads] or null
-};
-
-#ifdef STAMPS
-#define STAMP(i) if (threadIdx.x == 0 && blockIdx.y == 0 && blockIdx.x < 4) ((uint32_t*)p.partial)[blockIdx.x * 16 + (i)] = (uint32_t)clock64()
-#else
-#define STAMP(i)
-#endif
-constexpr int D = HEAD_DIM, KV = KV_TYPE;
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr uint32_t kEmpty = 0xFFFFFFFFu;  // a NaN that hardware never writes (its own is 0x7FFFFFFF)
-constexpr int kRanksMax = 16;
-using Tile = KvTile<D, KV>;
-
-#ifndef WARPS
-#define WARPS (D == 256 ? 4 : KV != kBf16 && D == 128 && NT == 1 ? 12 : 8)
-#endif
-#ifndef RING_MAX
-#define RING_MAX 8
-#endif
-#ifndef SMEM
-#define SMEM 232448
-#endif
-#ifndef BLOCKS
-#define BLOCKS 1
-#endif
-constexpr int kGroupBytes = 16 * Tile::kRow;
-constexpr int MT = kGroupBytes >= 4096 || D == 256 ? 1 : kGroupBytes == 2048 ? 2 : 4;  // groups of 16 keys: a tile is 4 KB where it can be
-constexpr int TK = 16 * MT;
-constexpr int kHalf = MT * kGroupBytes;                          // K or V of a tile
-constexpr int kSlot = kHalf + (KV == kBf16 ? 0 : TK * 4);        // with its scales
-constexpr int kLanesOfRow = Tile::kPieces, kRowsAtOnce = 32 / kLanesOfRow;
-constexpr int kQPitch = 2 * D + 16;
-
-// Shared memory of a block with NT * 8 query rows.
-template <int NT> struct Layout {
-  static constexpr int W = WARPS;
-  static constexpr int kRows = 8 * NT;
-  static constexpr int kMergePitch = D + 4;                              // floats: a row's columns spread over the banks
-  static constexpr int kMerge = 0;                                       // [W][kRows][kMergePitch] f32
-  static constexpr int kWarpSums = kMerge + W * kRows * kMergePitch * 4;  // [W][kRows] (maximum, sum)
-  static constexpr int kReceived = kWarpSums + W * kRows * 8;            // [2][kRows * D] f32, slices by rank
-  static constexpr int kRankSums = kReceived + 2 * kRows * D * 4;        // [2][ranks][kRows] (maximum, sum)
-  static constexpr int kQ = kRankSums + 2 * kRanksMax * kRows * 8;       // [kRows][kQPitch]
-  static constexpr int kBars = kQ + kRows * kQPitch;
-  static constexpr int kRing = (kBars + 32 + 127) / 128 * 128;           // [W][R] slots
-  static constexpr int kLeft = (SMEM - kRing) / (W * kSlot);
-  static constexpr int R = kLeft < RING_MAX ? kLeft : RING_MAX;          // halves in flight a warp
-  static constexpr int kBytes = kRing + W * R * kSlot;
-  static_assert(R >= 2, "no room for a ring");
-};
 
 // Hides where x comes from, so that what is worked out from it stays where it is used: hoisted out of the loop over sequences it
 // would hold registers all the time.
@@ -123,7 +36,6 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   const uint32_t base = smem_addr(smem);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const int ranks = cluster_ranks(), rank = cluster_rank(), part = cluster_index();
-  STAMP(0);
 
   // ---- what comes first: length and table at once, neither waits for the other ---------------------------------------------------
   const int step = (p.line ? 1 : p.parts) * ranks * W;  // tiles from one of a warp to its next
@@ -203,23 +115,12 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
     }
   };
 
-  if (threadIdx.x == 0) {
-    mbar_init(bar(0), 1);
-    mbar_init(bar(1), 1);
-    mbar_init_fence();
-  }
-  __syncwarp();
-  cluster_arrive();
-  if (kHoldQ) fetch_q(b);
-
   // ---- loading: halves of tiles, K and V in turn -----------------------------------------------------------------------------
   const uint32_t ring = base + L::kRing + warp * R * kSlot;
   const int lane_row = lane / kLanesOfRow, lane_piece = lane % kLanesOfRow;
   const uint32_t lane_dst = ring + lane_row * Tile::kRow, lane_place = lane_piece ^ Tile::place(lane_row);
-  const long long lane_src = h * p.head_stride + lane_row * p.token_stride + lane_piece * 16;
-  long long more = kRowsAtOnce * p.token_stride;
-  const char *k_src = p.k + lane_src, *v_src = p.v + lane_src;
-  asm volatile("" : "+l"(more), "+l"(k_src), "+l"(v_src));  // held, not worked out again for every half
+  const long long more = kRowsAtOnce * p.token_stride, lane_src = h * p.head_stride + lane_row * p.token_stride + lane_piece * 16;
+  const char *const k_src = p.k + lane_src, *const v_src = p.v + lane_src;
   const auto load_half = [&](uint32_t slot_at) {
     while (in_tile >= in_end && in_b < p.batch) {  // the next sequence of which this warp has tiles
       in_start += tiles_of(in_len);
@@ -252,11 +153,11 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         const auto dst_of = [&](int i) { return dst + i * kRowsAtOnce * Tile::kRow + ((lane_place ^ Tile::place(i * kRowsAtOnce)) * 16); };
         if (16 * m + 16 <= keys) {
 #pragma unroll
-          for (int i = 0; i < 16 / kRowsAtOnce; ++i, src += more) copy_16(dst_of(i), src);
+          for (int i = 0; i < 16 / kRowsAtOnce; ++i) copy_16(dst_of(i), src + i * more);
         } else {
 #pragma unroll
-          for (int i = 0; i < 16 / kRowsAtOnce; ++i, src += more)  // rows past the keys read nothing, wherever this points
-            copy_16(dst_of(i), src, 16 * m + i * kRowsAtOnce + lane_row < keys ? 16 : 0);
+          for (int i = 0; i < 16 / kRowsAtOnce; ++i)  // rows past the keys read nothing, wherever this points
+            copy_16(dst_of(i), src + i * more, 16 * m + i * kRowsAtOnce + lane_row < keys ? 16 : 0);
         }
       }
       if (KV != kBf16) {
@@ -308,7 +209,6 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
     const int slot = stored ? tail_words[3] : 0, record = stored ? tail_words[2] : (b * (int)gridDim.z * p.num_kv_heads + unit) * (p.parts - 1);
     if (thread >= slice / 2) return;
     if (!stored) mbar_wait_cluster(bar(buffer), (merged - 1) >> 1 & 1);
-    STAMP(11);
 #pragma unroll 1
     for (int e = thread; e < slice / 2; e += W * 32) {
       const int at = rank * slice + 2 * e, row = at / D, d = at % D;
@@ -409,9 +309,19 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
       int tile = hidden + from + offset;
       float s[MT][NT][4];
       int n = -lead;
-      lead = 0;
 #pragma unroll 1
       for (;; ++n) {  // halves: K and V of a tile in turn; before the first sequence loads alone
+        if (lead && n == 2 - R) {  // once, behind the first loads
+          lead = 0;
+          if (threadIdx.x == 0) {
+            mbar_init(bar(0), 1);
+            mbar_init(bar(1), 1);
+            mbar_init_fence();
+          }
+          __syncwarp();
+          cluster_arrive();
+          if (kHoldQ) fetch_q(b);
+        }
         if (n == 0) {
           if (!kHoldQ || q_b != b) fetch_q(b);
           const int thread = here(threadIdx.x);
@@ -420,15 +330,14 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
             const int n = thread + i * W * 32;
             if (n < kQPieces) *(uint4*)(smem + L::kQ + n / (D / 8) * kQPitch + n % (D / 8) * 16) = q_order<KV>(q_held[i]);
           }
-          __syncthreads();  // q is there, and the sums of the sequence before have been read
+          if (merged == 0) cluster_wait();  // the first time: every block of the cluster has begun
+          __syncthreads();                  // q is there, and the sums of the sequence before have been read
           if (kHoldQ && b + 1 < p.batch) fetch_q(b + 1);
-          STAMP(3);
         }
         if (n >= 0) {
           if (tile >= end) break;
           copies_wait<R - 1>();
           __syncwarp();
-          if (n < 2) STAMP(4 + 2 * n);
           const float* scale_at = (const float*)(smem + (ring - base) + slot_at + kHalf) + g;
           if (!(n & 1)) {
             const int key0 = tile * TK;
@@ -543,10 +452,8 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         }
         load_half(slot_at);
         slot_at = slot_at + kSlot == R * kSlot ? 0 : slot_at + kSlot;
-        if (n == -R) STAMP(1);
       }
     }
-    STAMP(7);
     if (waiting_b >= 0) collect();
     if (!more) {
       if (tail != 1) break;
@@ -579,12 +486,10 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         }
       }
     }
-    if (merged == 0) cluster_wait();  // every block of the cluster has begun
     __syncthreads();
-    STAMP(8);
     const int buffer = merged & 1;
     if (threadIdx.x == 0) mbar_expect(bar(buffer), ranks * (slice * 4 + ((rank * slice + slice - 1) / D - slice_row + 1) * 8));
-#pragma unroll(NT)
+#pragma unroll 1
     for (int e = thread; e < rows * D / 4; e += W * 32) {
       const int row = e / (D / 4), d = 4 * e % D, dest = (((4 * e << ranks_log2) / D) * rows_inverse) >> 16, at = 4 * e - dest * slice;
       const float2* sums = warp_sums + row;
@@ -611,7 +516,6 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
       if (d == 0 || at == 0)
         send_pair(there + base + L::kRankSums + ((buffer * kRanksMax + rank) * L::kRows + row) * 8, top, sum, bar_there);
     }
-    STAMP(9);
     ++merged;
     waiting_b = b;
     waiting_record = -1;
@@ -633,17 +537,17 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
     start += tiles;
     ++b;
   }
-  STAMP(12);
   if (merged > 0) return;
   // Nothing to do but what the others of the cluster count on.
+  if (lead) cluster_arrive();
   cluster_wait();
 }
 
 extern "C" __device__ const int decode_cluster_tiling[4] = {Layout<1>::kBytes, Layout<2>::kBytes, Layout<1>::W * 32, Layout<2>::W * 32};
 
-extern "C" __global__ void __launch_bounds__(Layout<1>::W * 32, BLOCKS) decode_8(const __grid_constant__ ClusterParams p) { decode_body<1, false>(p); }
-extern "C" __global__ void __launch_bounds__(Layout<2>::W * 32, BLOCKS) decode_16(const __grid_constant__ ClusterParams p) { decode_body<2, false>(p); }
-extern "C" __global__ void __launch_bounds__(Layout<1>::W * 32, BLOCKS) decode_8_scores(const __grid_constant__ ClusterParams p) { decode_body<1, true>(p); }
-extern "C" __global__ void __launch_bounds__(Layout<2>::W * 32, BLOCKS) decode_16_scores(const __grid_constant__ ClusterParams p) { decode_body<2, true>(p); }
+extern "C" __global__ void __launch_bounds__(Layout<1>::W * 32, 1) decode_8(const __grid_constant__ ClusterParams p) { decode_body<1, false>(p); }
+extern "C" __global__ void __launch_bounds__(Layout<2>::W * 32, 1) decode_16(const __grid_constant__ ClusterParams p) { decode_body<2, false>(p); }
+extern "C" __global__ void __launch_bounds__(Layout<1>::W * 32, 1) decode_8_scores(const __grid_constant__ ClusterParams p) { decode_body<1, true>(p); }
+extern "C" __global__ void __launch_bounds__(Layout<2>::W * 32, 1) decode_16_scores(const __grid_constant__ ClusterParams p) { decode_body<2, true>(p); }
 
 }  // namespace suanpan

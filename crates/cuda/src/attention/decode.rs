@@ -1,6 +1,6 @@
 //! Launch of decode: a few query rows per sequence over a paged KV cache. Two kernels, chosen by [`Decode::plan`].
 //!
-//! `kernels/attention/decode_cluster.cu` takes every case of up to 64 rows; `decode.cu` (here: the line) large bf16 batches.
+//! `kernels/attention/decode_cluster.cu` takes every case; `decode.cu` (here: the line) plain bf16 where that would read or merge too often.
 use super::decode_cluster;
 use super::{Operand, decode_line};
 use crate::Error;

@@ -43,6 +43,10 @@ struct Params {
     sinks: Address,
 }
 
+/// Up to as many keys a sequence one cluster a head is the fastest: beyond, merging costs less than idle processors (measured:
+/// docs/cuda-attn-notes.md).
+const FEW_KEYS: u64 = 8192;
+
 /// Most blocks a cluster can have.
 const RANKS_MAX: u32 = 16;
 
@@ -74,9 +78,9 @@ pub(super) fn layout(d: &Decode, num_sms: u32) -> Plan {
         };
         return Plan::Clusters { ranks, parts: parts(ranks).max(1), line: true };
     }
-    // Few keys: the largest clusters that fit once a head, and about two fifths of the processors: more would not read faster but
-    // merge slower. Many keys: nearly all processors.
-    let few = u64::from(d.pages_max) * u64::from(d.page_size) <= 32_768;
+    // Few keys: the largest clusters that fit once a head, and about two fifths of the processors: more would merge slower. Many
+    // keys: nearly all processors.
+    let few = u64::from(d.pages_max) * u64::from(d.page_size) <= FEW_KEYS;
     let fits = |r: u32| parts(r) > 0 && (few || parts(r) * units * r * 5 >= num_sms * 4);
     let ranks = [16, 8, 4, 2].into_iter().find(|r| fits(*r)).unwrap_or(1);
     let wanted = if few { (num_sms * 2 / 5).div_ceil(units * ranks) } else { parts(ranks) };
@@ -107,7 +111,11 @@ fn strides(d: &Decode) -> Result<[i64; 3], Error> {
             return bad(field, asked, "multiples of 16 bytes, strides under 2^40");
         }
         if quantised && (x.scales.address == 0 || !x.scales.address.is_multiple_of(4)) {
-            return bad(field, format!("scales at {:#x}", x.scales.address), "f32 scales of quantised numbers");
+            return bad(
+                field,
+                format!("scales at {:#x}", x.scales.address),
+                "f32 scales of quantised numbers",
+            );
         }
     }
     Ok(bytes.map(|s| s as i64))
@@ -179,4 +187,68 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32, line:
     let mut args: [*mut c_void; 1] = [(&raw mut params).cast()];
     // SAFETY: the value is the kernel's only parameter; the caller vouches for the addresses.
     unsafe { gpu.launch_clusters(kernel, grid, ranks, threads, smem, &mut args) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::Operand;
+    use crate::attention::decode::Scales;
+
+    fn asked(heads: (u32, u32), head_dim: u32, batch: u32, keys: u32) -> Decode {
+        let scales = Scales::default();
+        let pages = Pages { address: 0, page_stride: 0, token_stride: 0, head_stride: 0, scales };
+        Decode {
+            q: Operand { address: 0, token_stride: 0, head_stride: 0 },
+            k: pages,
+            v: pages,
+            kv_type: KvType::Bf16,
+            o: 0,
+            lse: 0,
+            seqlens_k: 0,
+            page_table: 0,
+            partial: 0,
+            num_pages: 1,
+            page_size: 16,
+            pages_max: keys / 16,
+            batch,
+            seqlen_q: 1,
+            num_q_heads: heads.0,
+            num_kv_heads: heads.1,
+            head_dim,
+            softmax_scale: 1.0,
+            scores: Default::default(),
+            batch_invariant: false,
+        }
+    }
+
+    #[test]
+    fn layouts_are_those_that_were_measured_fastest() {
+        let clusters = |ranks, parts, line| Plan::Clusters { ranks, parts, line };
+        for (heads, dim, batch, keys, plan) in [
+            ((32, 8), 128, 1, 1024, clusters(8, 1, false)),
+            ((32, 8), 128, 1, 131_072, clusters(2, 8, false)),
+            ((32, 8), 128, 16, 32_768, clusters(2, 8, true)),
+            ((32, 8), 128, 128, 4096, clusters(1, 16, true)),
+            ((16, 1), 256, 1, 8192, clusters(16, 4, false)),
+            ((16, 1), 256, 1, 131_072, clusters(16, 7, false)),
+            ((16, 1), 256, 16, 32_768, clusters(8, 15, true)),
+            ((16, 1), 256, 128, 4096, Plan::Line),
+            ((64, 2), 128, 16, 4096, Plan::Line),
+        ] {
+            assert_eq!(
+                asked(heads, dim, batch, keys).plan(132),
+                plan,
+                "{heads:?} d {dim} B {batch} {keys} keys"
+            );
+        }
+    }
+
+    #[test]
+    fn a_batch_invariant_layout_knows_no_batch() {
+        let alone = Decode { batch_invariant: true, ..asked((32, 8), 128, 1, 4096) };
+        for batch in [2, 3, 64, 1000] {
+            assert_eq!(Decode { batch, ..alone }.plan(132), alone.plan(132));
+        }
+    }
 }

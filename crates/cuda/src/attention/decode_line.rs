@@ -40,7 +40,8 @@ pub(super) fn partial_bytes(d: &Decode, num_sms: u32) -> u64 {
 /// As `Decode::launch`.
 pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu) -> Result<(), Error> {
     if d.kv_type != KvType::Bf16 || d.scores != Scores::default() || d.batch_invariant {
-        let asked = format!("{} K and V, {:?}, batch_invariant {}", d.kv_type.name(), d.scores, d.batch_invariant);
+        let asked =
+            format!("{} K and V, {:?}, batch_invariant {}", d.kv_type.name(), d.scores, d.batch_invariant);
         let supported = "bf16, plain scores, no invariance on this plan";
         return Err(Error::Unsupported { field: "plan", asked, supported });
     }

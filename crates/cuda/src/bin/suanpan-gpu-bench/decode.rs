@@ -61,7 +61,16 @@ fn fill(gpu: &Gpu, b: &Buffer, kv: KvType, seed: u64) -> Result<(), Error> {
     }
 }
 
-fn cell(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<(), Error> {
+/// The pages, tables and operands of a cell, and a launch over the first of its tables.
+struct Inputs {
+    launch: Decode,
+    sets: u32,
+    table_bytes: u64, // of one set
+    cache_bytes: u64, // that one launch must read, scales included
+    _held: Vec<Buffer>,
+}
+
+fn inputs(gpu: &Gpu, c: &Cell) -> Result<Inputs, Error> {
     let (num_q_heads, num_kv_heads, dim) = c.heads;
     let (batch, page_size) = (c.batch, c.page_size);
     let pages_per = c.seqlen.div_ceil(page_size);
@@ -101,12 +110,9 @@ fn cell(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<(), Error> {
             head_stride: u64::from(page_size),
         },
     };
-    let mut d = Decode {
-        q: Operand {
-            address: q.address,
-            token_stride: u64::from(num_q_heads * dim),
-            head_stride: u64::from(dim),
-        },
+    let token_stride = u64::from(num_q_heads * dim);
+    let launch = Decode {
+        q: Operand { address: q.address, token_stride, head_stride: u64::from(dim) },
         k: pages(&k, 0),
         v: pages(&v, 1),
         kv_type: c.kv,
@@ -127,7 +133,15 @@ fn cell(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<(), Error> {
         scores: Default::default(),
         batch_invariant: false,
     };
+    let held = vec![k, v, scales, table, lens, q, o, lse];
+    Ok(Inputs { launch, sets, table_bytes: u64::from(batch * pages_per) * 4, cache_bytes, _held: held })
+}
+
+/// One line a plan.
+fn cell(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<(), Error> {
+    let x = inputs(gpu, c)?;
     for name in &opt.plans {
+        let mut d = x.launch;
         let plan = plan_of(name, &d, gpu);
         if plan == Plan::Line && c.kv != KvType::Bf16 {
             continue;
@@ -137,21 +151,19 @@ fn cell(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<(), Error> {
         d.partial = partial.address;
         // SAFETY: the buffers cover the shapes and live past the synchronisations inside `graph_of` and `time_us`.
         unsafe { d.launch(gpu, plan)? }; // modules load outside the capture
-        let tables = (0..sets).map(|set| table.address + u64::from(set * batch * pages_per) * 4);
+        let tables = (0..x.sets).map(|set| d.page_table + u64::from(set) * x.table_bytes);
         let us = time_replays(gpu, opt, &d, plan, tables)?;
-        if std::env::var("STAMPS").is_ok() {
-            let w = partial.read::<u32>(0, 64)?;
-            for b in 0..4 {
-                let x: Vec<i64> = (0..13).map(|i| i64::from(w[16 * b + i].wrapping_sub(w[16 * b]) as i32)).collect();
-                println!("stamps block {b}: {x:?}");
-            }
-        }
         println!(
-            "decode{} {} {num_q_heads}/{num_kv_heads} d {dim} B {batch} S {} page {page_size}: {us:.2} us {:.3} TB/s ({plan})",
+            "decode{} {} {}/{} d {} B {} S {} page {}: {us:.2} us {:.3} TB/s ({plan})",
             opt.label,
             c.kv.name(),
+            c.heads.0,
+            c.heads.1,
+            c.heads.2,
+            c.batch,
             c.seqlen,
-            cache_bytes as f64 / us / 1e6
+            c.page_size,
+            x.cache_bytes as f64 / us / 1e6
         );
     }
     Ok(())
@@ -180,7 +192,11 @@ fn floors(gpu: &Gpu, opt: &Options) -> Result<(), Error> {
         for i in 0..12 {
             us.push(time_us(gpu, 1, 0, || big.read_all(gpu, i % parts * bytes, bytes))?);
         }
-        println!("floor{}: a plain read of {name} {:.3} TB/s", opt.label, bytes as f64 / median(&mut us) / 1e6);
+        println!(
+            "floor{}: a plain read of {name} {:.3} TB/s",
+            opt.label,
+            bytes as f64 / median(&mut us) / 1e6
+        );
     }
     Ok(())
 }

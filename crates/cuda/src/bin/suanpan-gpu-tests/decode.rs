@@ -15,7 +15,15 @@ fn cases() -> Vec<Case> {
         for page_size in [16, 48, 64, 256] {
             for (num_q_heads, num_kv_heads, seqlen_q) in HEADS {
                 let lens = RAGGED.to_vec();
-                cases.push(Case { dim, num_q_heads, num_kv_heads, seqlen_q, page_size, lens, ..Case::default() });
+                cases.push(Case {
+                    dim,
+                    num_q_heads,
+                    num_kv_heads,
+                    seqlen_q,
+                    page_size,
+                    lens,
+                    ..Case::default()
+                });
             }
         }
         let of = |lens: Vec<usize>| Case { dim, lens, ..Case::default() };
@@ -31,7 +39,8 @@ fn quantised_cases() -> Vec<Case> {
         for dim in [64, 128, 256] {
             for (n, (num_q_heads, num_kv_heads, seqlen_q)) in HEADS.into_iter().enumerate() {
                 let page_size = [16, 48, 64, 256][n];
-                let base = Case { dim, num_q_heads, num_kv_heads, seqlen_q, page_size, kv, ..Case::default() };
+                let base =
+                    Case { dim, num_q_heads, num_kv_heads, seqlen_q, page_size, kv, ..Case::default() };
                 cases.push(Case { lens: RAGGED.to_vec(), ..base.clone() });
                 cases.push(Case { lens: vec![20_000, 33], scale_a_head: true, ..base });
             }
@@ -205,7 +214,11 @@ fn test_refusals(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
         // SAFETY: a launch that is refused runs nothing; one that is not uses buffers of at least its shape.
         let refused = unsafe { d.launch(gpu, plan) };
         let ok = matches!(refused, Err(Error::Unsupported { .. }));
-        report.line(ok, &format!("decode refuses {what}"), refused.err().map_or(String::new(), |e| e.to_string()));
+        report.line(
+            ok,
+            &format!("decode refuses {what}"),
+            refused.err().map_or(String::new(), |e| e.to_string()),
+        );
     }
     gpu.synchronize()
 }

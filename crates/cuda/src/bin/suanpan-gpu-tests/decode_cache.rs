@@ -1,11 +1,11 @@
 //! A paged cache on host and device for the decode tests, its oracle in f64, and plain attention in bf16 as the yardstick.
 use crate::NAN16;
+use std::sync::OnceLock;
 use suanpan_cuda::attention::Operand;
 use suanpan_cuda::attention::decode::{Decode, KvType, Pages, Plan, Scales, Scores};
 use suanpan_cuda::driver::Gpu;
 use suanpan_cuda::testing::{Buffer, Errors, Rng, RowResult, from_bits, parallel_rows, to_bits};
 use suanpan_cuda::{Dtype, Error};
-use std::sync::OnceLock;
 
 pub const BF16: Dtype = Dtype::Bf16;
 
@@ -57,8 +57,11 @@ struct Stored {
 
 fn e4m3(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
-    let size =
-        if exponent == 0 { mantissa * 2f32.powi(-9) } else { (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7) };
+    let size = if exponent == 0 {
+        mantissa * 2f32.powi(-9)
+    } else {
+        (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7)
+    };
     if code >> 7 == 1 { -size } else { size }
 }
 
@@ -102,7 +105,8 @@ impl Stored {
                     e4m3(code) * scale * 0.5
                 }
                 KvType::Int8 => {
-                    let code = if rng.below(97) == 0 { -128 } else { (x * 40.0).round().clamp(-127.0, 127.0) as i8 };
+                    let code =
+                        if rng.below(97) == 0 { -128 } else { (x * 40.0).round().clamp(-127.0, 127.0) as i8 };
                     self.bytes[i] = code as u8;
                     f32::from(code) * scale * 2f32.powi(-6)
                 }
