@@ -73,7 +73,7 @@ pub(super) fn layout(d: &Decode, num_sms: u32) -> Plan {
         // Many sequences: no processor may idle, and most sequences lie in one part.
         let ranks = match units {
             1 => 8,
-            _ if d.batch <= 8 * parts(2) => 2,
+            _ if d.kv_type != KvType::Bf16 && d.batch <= 4 * parts(2) => 2,
             _ => 1,
         };
         return Plan::Clusters { ranks, parts: parts(ranks).max(1), line: true };
@@ -228,7 +228,7 @@ mod tests {
         for (heads, dim, batch, keys, plan) in [
             ((32, 8), 128, 1, 1024, clusters(8, 1, false)),
             ((32, 8), 128, 1, 131_072, clusters(2, 8, false)),
-            ((32, 8), 128, 16, 32_768, clusters(2, 8, true)),
+            ((32, 8), 128, 16, 32_768, clusters(1, 16, true)),
             ((32, 8), 128, 128, 4096, clusters(1, 16, true)),
             ((16, 1), 256, 1, 8192, clusters(16, 4, false)),
             ((16, 1), 256, 1, 131_072, clusters(16, 7, false)),
