@@ -38,6 +38,13 @@ fn units() -> Vec<Unit> {
         let defines = vec![format!("-DHEAD_DIM={dim}")];
         out.push(Unit { name: format!("decode_{dim}_bf16"), source: "kernels/attention/decode.cu", defines });
     }
+    for dim in [64, 128, 256] {
+        for (n, kv) in ["bf16", "e4m3", "int8", "int4"].into_iter().enumerate() {
+            let defines = vec![format!("-DHEAD_DIM={dim}"), format!("-DKV_TYPE={n}")];
+            let name = format!("decode_cluster_{dim}_{kv}");
+            out.push(Unit { name, source: "kernels/attention/decode_cluster.cu", defines });
+        }
+    }
     out.retain(|u| Path::new(u.source).exists());
     out
 }

@@ -109,6 +109,10 @@ impl Gpu {
         // SAFETY: `f` is a live function of this context.
         unsafe { result::function::set_function_attribute(f, attribute, smem_bytes as i32) }
             .map_err(call("cuFuncSetAttribute"))?;
+        let wide = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
+        // SAFETY: as above; it only allows clusters of up to 16 blocks.
+        unsafe { result::function::set_function_attribute(f, wide, 1) }
+            .map_err(call("cuFuncSetAttribute"))?;
         kernels.insert(key, Kernel(f));
         Ok(Kernel(f))
     }
@@ -158,8 +162,78 @@ impl Gpu {
         .map_err(call("cuLaunchKernel"))
     }
 
+    /// As `launch`, in clusters of `ranks` blocks side by side in x.
+    ///
+    /// # Safety
+    /// As `launch`.
+    pub unsafe fn launch_clusters(
+        &self,
+        kernel: Kernel,
+        grid: (u32, u32, u32),
+        ranks: u32,
+        block: u32,
+        smem_bytes: u32,
+        params: &mut [*mut c_void],
+    ) -> Result<(), Error> {
+        let mut attribute = cluster_attribute(ranks);
+        let config = self.config(grid, block, smem_bytes, &mut attribute);
+        // SAFETY: the configuration outlives the call; the rest is vouched for by the caller.
+        unsafe { sys::cuLaunchKernelEx(&config, kernel.0, params.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
+            .map_err(call("cuLaunchKernelEx"))
+    }
+
+    /// Clusters of `ranks` blocks of `kernel` that the device holds side by side.
+    pub fn clusters_at_once(
+        &self,
+        kernel: Kernel,
+        ranks: u32,
+        block: u32,
+        smem_bytes: u32,
+    ) -> Result<u32, Error> {
+        let mut attribute = cluster_attribute(ranks);
+        let config = self.config((ranks, 1, 1), block, smem_bytes, &mut attribute);
+        let mut clusters = 0;
+        // SAFETY: the configuration outlives the call, which only fills `clusters`.
+        unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, kernel.0, &config) }
+            .result()
+            .map_err(call("cuOccupancyMaxActiveClusters"))?;
+        Ok(clusters.max(0) as u32)
+    }
+
+    fn config(
+        &self,
+        grid: (u32, u32, u32),
+        block: u32,
+        smem_bytes: u32,
+        attribute: &mut sys::CUlaunchAttribute,
+    ) -> sys::CUlaunchConfig {
+        sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
+            blockDimX: block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: smem_bytes,
+            hStream: self.stream.cu_stream(),
+            attrs: attribute,
+            numAttrs: 1,
+        }
+    }
+
     /// Waits for everything on the stream.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.stream.synchronize().map_err(call("cuStreamSynchronize"))
+    }
+}
+
+fn cluster_attribute(ranks: u32) -> sys::CUlaunchAttribute {
+    let mut value = sys::CUlaunchAttributeValue { pad: [0; 64] };
+    value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: ranks, y: 1, z: 1 };
+    sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        pad: [0; 4],
+        value,
     }
 }

@@ -9,7 +9,9 @@
 //! `kernels/attention/forward.cu`: bf16 and fp16, head dims 64, 96, 128, 192, 192/128, 256; full, causal, windows, chunks, tree masks, softcap, ALiBi,
 //! sinks; grouped heads, packed ragged sequences, contiguous or paged K and V, lse out.
 //! `kernels/attention/forward_fp8.cu`: e4m3 q, k, v, bf16 o, head dims 128 and 256, full and causal, scales a (sequence, kv head), lse out.
-//! `kernels/attention/decode.cu`: bf16, head dims 64, 128, 256, pages of any multiple of 16 tokens, lengths and page tables read on the device.
+//! `kernels/attention/decode_cluster.cu`: decode over bf16, e4m3, 8-bit and 4-bit K and V, head dims 64, 128, 256, pages of any multiple of 16
+//! tokens, lengths and page tables read on the device, softcap, ALiBi, window and sinks, batch-invariant where asked.
+//! `kernels/attention/decode.cu`: bf16 decode of 17 to 64 query rows a kv head, and of many sequences on one kv head.
 //! Versions, predictions and outcomes: docs/cuda-attn-notes.md.
 #![cfg(feature = "cuda")]
 

@@ -67,6 +67,28 @@ impl Buffer {
         unsafe { gpu.launch(kernel, (gpu.num_sms * 8, 1, 1), 256, 0, &mut args) }?;
         gpu.synchronize()
     }
+
+    /// Fills the buffer with random bits under `mask`.
+    pub fn fill_bits(&self, gpu: &Gpu, seed: u64, mask: u32) -> Result<(), Error> {
+        let (mut address, mut n, mut seed, mut mask) = (self.address, (self.bytes / 4) as u64, seed, mask);
+        let mut args: [*mut c_void; 4] =
+            [(&raw mut address).cast(), (&raw mut n).cast(), (&raw mut seed).cast(), (&raw mut mask).cast()];
+        let kernel = gpu.kernel("random", "fill_bits", 0)?;
+        // SAFETY: the parameters match `fill_bits`, which stays inside the buffer.
+        unsafe { gpu.launch(kernel, (gpu.num_sms * 8, 1, 1), 256, 0, &mut args) }?;
+        gpu.synchronize()
+    }
+
+    /// Reads `bytes` (a multiple of 16) from `offset` on, without waiting.
+    pub fn read_all(&self, gpu: &Gpu, offset: u64, bytes: u64) -> Result<(), Error> {
+        assert!(offset + bytes <= self.bytes as u64);
+        let (mut address, mut n, mut out) = (self.address + offset, bytes / 16, self.address);
+        let mut args: [*mut c_void; 3] =
+            [(&raw mut address).cast(), (&raw mut n).cast(), (&raw mut out).cast()];
+        let kernel = gpu.kernel("random", "read_all", 0)?;
+        // SAFETY: the parameters match `read_all`; the range was just checked.
+        unsafe { gpu.launch(kernel, (gpu.num_sms * 4, 1, 1), 512, 0, &mut args) }
+    }
 }
 
 impl Drop for Buffer {

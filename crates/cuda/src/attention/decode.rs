@@ -1,9 +1,58 @@
-//! Launch of `kernels/attention/decode.cu`: a few query rows per sequence over a paged bf16 KV cache.
-use super::Operand;
+//! Launch of decode: a few query rows per sequence over a paged KV cache. Two kernels, chosen by [`Decode::plan`].
+//!
+//! `kernels/attention/decode_cluster.cu` takes every case; `decode.cu` (here: the line) plain bf16 where that would read or merge too often.
+use super::decode_cluster;
+use super::{Operand, decode_line};
+use crate::Error;
 use crate::driver::{Address, Gpu};
-use crate::tensor_map::encode;
-use crate::{Dtype, Error};
-use std::ffi::c_void;
+
+/// How K and V are stored. Quantised numbers are multiplied by their scale: see [`Scales`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KvType {
+    /// Brain floating point, without scales.
+    Bf16,
+    /// 8-bit floating point, 4 bits of exponent, 3 of mantissa.
+    E4m3,
+    /// Two's complement.
+    Int8,
+    /// Two numbers a byte, each stored plus 8; element 2 i in the low half of byte i.
+    Int4,
+}
+
+impl KvType {
+    /// Bits an element.
+    pub fn bits(self) -> u64 {
+        match self {
+            KvType::Bf16 => 16,
+            KvType::E4m3 | KvType::Int8 => 8,
+            KvType::Int4 => 4,
+        }
+    }
+
+    /// The name used in cubin names and messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            KvType::Bf16 => "bf16",
+            KvType::E4m3 => "e4m3",
+            KvType::Int8 => "int8",
+            KvType::Int4 => "int4",
+        }
+    }
+}
+
+/// f32 factors of quantised numbers, one for each (page, token, kv head) by strides in elements. A stride of 0 repeats them:
+/// page and token stride 0 give one a head.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Scales {
+    /// Of the first factor, a multiple of 4 bytes.
+    pub address: Address,
+    /// Between pages.
+    pub page_stride: u64,
+    /// Between tokens.
+    pub token_stride: u64,
+    /// Between heads.
+    pub head_stride: u64,
+}
 
 /// A paged K or V cache: [pages, page_size, num_kv_heads, head_dim], strides in elements.
 #[derive(Clone, Copy, Debug)]
@@ -16,18 +65,35 @@ pub struct Pages {
     pub token_stride: u64,
     /// Between heads, in elements.
     pub head_stride: u64,
+    /// Ignored for bf16.
+    pub scales: Scales,
+}
+
+/// What happens to scores beyond the scale, in this order: softcap, ALiBi, window, sink.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Scores {
+    /// `cap * tanh(score / cap)`, positive.
+    pub softcap: Option<f32>,
+    /// `[num_q_heads]` f32: a key at distance x from the row's own position loses `slope * x`.
+    pub slopes: Option<Address>,
+    /// Keys before a row's own that it sees (window W: W - 1).
+    pub left: Option<u32>,
+    /// `[num_q_heads]` f32, finite: a logit that joins the denominator and has no value.
+    pub sinks: Option<Address>,
 }
 
 /// Everything one launch needs. Lengths and page tables are read on the device: a captured launch follows their changes.
 #[derive(Clone, Copy, Debug)]
 pub struct Decode {
-    /// `[batch * seqlen_q, num_q_heads, head_dim]`.
+    /// `[batch * seqlen_q, num_q_heads, head_dim]` bf16.
     pub q: Operand,
     /// As many heads as v; rows as long as q's.
     pub k: Pages,
-    /// As k.
+    /// As k; the clusters' kernel takes the same strides only.
     pub v: Pages,
-    /// `[batch * seqlen_q, num_q_heads, head_dim]`, contiguous.
+    /// Of k and v.
+    pub kv_type: KvType,
+    /// `[batch * seqlen_q, num_q_heads, head_dim]` bf16, contiguous.
     pub o: Address,
     /// `[num_q_heads, batch * seqlen_q]` f32, natural logarithm.
     pub lse: Address,
@@ -55,45 +121,65 @@ pub struct Decode {
     pub head_dim: u32,
     /// Positive; usually 1 / sqrt(head_dim).
     pub softmax_scale: f32,
+    /// Beyond the scale.
+    pub scores: Scores,
+    /// A sequence's result may depend on nothing but itself: no bit of it changes with the batch around it.
+    pub batch_invariant: bool,
 }
 
-/// Mirrors `DecodeParams` of the kernel.
-#[repr(C)]
-struct Params {
-    o: Address,
-    lse: Address,
-    seqlens_k: Address,
-    page_table: Address,
-    partial: Address,
-    batch: i32,
-    seqlen_q: i32,
-    num_kv_heads: i32,
-    group_size: i32,
-    page_size: i32,
-    pages_max: i32,
-    piece_rows: i32,
-    scale_log2: f32,
+/// Which kernel runs, and how it is laid out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Plan {
+    /// `decode.cu`: all (sequence, tile) pairs as one line, cut into equal parts.
+    Line,
+    /// `decode_cluster.cu`: clusters of blocks for each kv head.
+    Clusters {
+        /// Blocks a cluster: a power of two up to 16.
+        ranks: u32,
+        /// Clusters that share one kv head's (and row group's) work.
+        parts: u32,
+        /// They take equal parts of the line of all tiles, instead of every sequence in turn.
+        line: bool,
+    },
+}
+
+impl std::fmt::Display for Plan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Plan::Line => f.write_str("one line of tiles, cut into equal parts"),
+            Plan::Clusters { ranks, parts, line } => {
+                write!(f, "clusters of {ranks} blocks, {parts} a kv head")?;
+                f.write_str(if *line { ", parts of one line" } else { ", each in every sequence" })
+            }
+        }
+    }
 }
 
 /// Rows of one unit: the query tokens of a sequence times the heads that share a kv head.
 const ROWS_MAX: u32 = 64;
 
-/// Parts of one unit are merged in groups of eight, at most 32 groups.
-const PARTS_MAX: u32 = 256;
-
 impl Decode {
-    fn rows(&self) -> u32 {
+    pub(super) fn rows(&self) -> u32 {
         self.seqlen_q * (self.num_q_heads / self.num_kv_heads.max(1))
     }
 
-    /// One block for each kv head of each part of the work, as many parts as fit the device side by side.
-    fn blocks(&self, num_sms: u32) -> u32 {
-        (num_sms / self.num_kv_heads).clamp(1, PARTS_MAX) * self.num_kv_heads
+    /// The kernel for a device with `num_sms` multiprocessors, from shapes alone: a captured launch stays right when lengths change.
+    pub fn plan(&self, num_sms: u32) -> Plan {
+        let line_can =
+            self.kv_type == KvType::Bf16 && self.scores == Scores::default() && !self.batch_invariant;
+        // The clusters' kernel would read K and V once for each 16 rows; and with one kv head and many sequences it merges too often.
+        if line_can && (self.rows() > 16 || (self.num_kv_heads == 1 && self.batch > 48)) {
+            return Plan::Line;
+        }
+        decode_cluster::layout(self, num_sms)
     }
 
-    /// Bytes of `partial` on a device with `num_sms` multiprocessors: each block leaves at most three partial results.
-    pub fn partial_bytes(&self, num_sms: u32) -> u64 {
-        3 * u64::from(self.blocks(num_sms)) * u64::from(self.rows()) * u64::from(self.head_dim + 4) * 4
+    /// Bytes of `partial` under `plan` on a device with `num_sms` multiprocessors.
+    pub fn partial_bytes(&self, plan: Plan, num_sms: u32) -> u64 {
+        match plan {
+            Plan::Line => decode_line::partial_bytes(self, num_sms),
+            Plan::Clusters { parts, line, .. } => decode_cluster::partial_bytes(self, parts, line),
+        }
     }
 
     fn check(&self) -> Result<(), Error> {
@@ -111,56 +197,35 @@ impl Decode {
         if self.page_size == 0 || !self.page_size.is_multiple_of(16) {
             return bad("page_size", self.page_size.to_string(), "multiples of 16 tokens");
         }
-        if !(self.softmax_scale > 0.0 && self.softmax_scale.is_finite()) {
+        let positive = |x: f32| x > 0.0 && (x * std::f32::consts::LOG2_E).is_finite();
+        if !positive(self.softmax_scale) {
             return bad("softmax_scale", self.softmax_scale.to_string(), "positive and finite");
+        }
+        if let Some(cap) = self.scores.softcap
+            && !positive(cap)
+        {
+            return bad("softcap", cap.to_string(), "positive and finite");
         }
         Ok(())
     }
 
-    /// Puts the kernel on the device's stream.
+    /// Puts the kernel of `plan` on the device's stream.
     ///
     /// # Safety
     /// Every address covers its shape until the stream has run the kernel; every page id that a sequence's length
-    /// reaches is below `num_pages`; lengths are at most `pages_max * page_size`.
-    pub unsafe fn launch(&self, gpu: &Gpu) -> Result<(), Error> {
+    /// reaches is below `num_pages`; lengths are at most `pages_max * page_size`; `partial` is as long as `partial_bytes(plan)`.
+    pub unsafe fn launch(&self, gpu: &Gpu, plan: Plan) -> Result<(), Error> {
         self.check()?;
         if self.batch == 0 {
             return Ok(());
         }
-        let (dim, group) = (u64::from(self.head_dim), self.num_q_heads / self.num_kv_heads);
-        let piece_rows = if self.page_size.is_multiple_of(64) { 64 } else { 16 };
-        let tokens = u64::from(self.batch) * u64::from(self.seqlen_q);
-        let q_dims = [dim, u64::from(self.num_q_heads), tokens];
-        let q_strides = [self.q.head_stride, self.q.token_stride];
-        let mut q = encode(Dtype::Bf16, self.q.address, &q_dims, &q_strides, &[64, group, self.seqlen_q])?;
-        let map = |x: &Pages| {
-            let dims =
-                [dim, u64::from(self.page_size), u64::from(self.num_kv_heads), u64::from(self.num_pages)];
-            let strides = [x.token_stride, x.head_stride, x.page_stride];
-            encode(Dtype::Bf16, x.address, &dims, &strides, &[64, piece_rows, 1, 1])
-        };
-        let (mut k, mut v) = (map(&self.k)?, map(&self.v)?);
-        let mut params = Params {
-            o: self.o,
-            lse: self.lse,
-            seqlens_k: self.seqlens_k,
-            page_table: self.page_table,
-            partial: self.partial,
-            batch: self.batch as i32,
-            seqlen_q: self.seqlen_q as i32,
-            num_kv_heads: self.num_kv_heads as i32,
-            group_size: group as i32,
-            page_size: self.page_size as i32,
-            pages_max: self.pages_max as i32,
-            piece_rows: piece_rows as i32,
-            scale_log2: self.softmax_scale * std::f32::consts::LOG2_E,
-        };
-        let cubin = format!("decode_{}_bf16", self.head_dim);
-        let [_, smem] = gpu.constants(&cubin, "decode_tiling")?;
-        let kernel = gpu.kernel(&cubin, "decode", smem)?;
-        let mut args: [*mut c_void; 4] =
-            [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut params).cast()];
-        // SAFETY: the four values are the kernel's parameters in order; the caller vouches for the addresses.
-        unsafe { gpu.launch(kernel, (self.blocks(gpu.num_sms), 1, 1), 256, smem, &mut args) }
+        match plan {
+            // SAFETY: the caller vouches for the addresses.
+            Plan::Line => unsafe { decode_line::launch(self, gpu) },
+            // SAFETY: as above.
+            Plan::Clusters { ranks, parts, line } => unsafe {
+                decode_cluster::launch(self, gpu, ranks, parts, line)
+            },
+        }
     }
 }

@@ -401,7 +401,9 @@ mod tests {
 
     #[test]
     fn hostile_page_ids_are_refused_where_some_row_sees_the_page() {
-        let nowhere = Pages { address: 0, page_stride: 0, token_stride: 0, head_stride: 0 };
+        use crate::attention::decode::Scales;
+        let nowhere =
+            Pages { address: 0, page_stride: 0, token_stride: 0, head_stride: 0, scales: Scales::default() };
         let paged =
             Paged { k: nowhere, v: nowhere, page_table: 0, pages_max: 4, num_pages: 9, page_size: 16 };
         let lens = [SeqLen::new(2, 60), SeqLen::new(0, 64)];

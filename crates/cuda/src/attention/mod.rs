@@ -1,5 +1,7 @@
 //! Attention kernels, one file per kernel source in `kernels/attention`.
 pub mod decode;
+mod decode_cluster;
+mod decode_line;
 pub mod forward;
 pub mod forward_fp8;
 

@@ -1,7 +1,7 @@
 //! Forward cells of the bench: 32k tokens in all, 2,048 columns of value heads, as the peers are measured.
 use suanpan_base::{Mask, SeqLen};
 use suanpan_cuda::attention::Operand;
-use suanpan_cuda::attention::decode::Pages;
+use suanpan_cuda::attention::decode::{Pages, Scales};
 use suanpan_cuda::attention::forward::{Forward, KeysValues, Paged, Scores};
 use suanpan_cuda::attention::forward_fp8::ForwardFp8;
 use suanpan_cuda::driver::Gpu;
@@ -79,6 +79,7 @@ fn paged(
         page_stride: u64::from(page_size) * x.token_stride,
         token_stride: x.token_stride,
         head_stride: x.head_stride,
+        scales: Scales::default(),
     };
     let (k, v, pages_max) = (pages(kv.0), pages(kv.1), seqlen / page_size);
     Ok((KeysValues::Paged(Paged { k, v, page_table: table.address, pages_max, num_pages, page_size }), table))

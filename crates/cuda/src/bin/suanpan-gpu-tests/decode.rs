@@ -1,233 +1,224 @@
-//! Decode: page sizes, head dims, GQA, several query tokens, ragged and empty sequences, poisoned pages, graph replay.
-use crate::{NAN16, Report};
-use suanpan_cuda::attention::Operand;
-use suanpan_cuda::attention::decode::{Decode, Pages};
+//! Decode: page sizes, head dims, GQA, several query tokens, ragged and empty sequences, quantised caches, scores, poison, replay.
+use crate::Report;
+use crate::decode_cache::{Cache, Case, Extras, upload};
+use suanpan_cuda::Error;
+use suanpan_cuda::attention::decode::{KvType, Plan};
 use suanpan_cuda::driver::{Gpu, call};
-use suanpan_cuda::testing::{
-    Buffer, Errors, Rng, Row, from_bits, graph_of, parallel_rows, reference_row, to_bits,
-};
-use suanpan_cuda::{Dtype, Error};
+use suanpan_cuda::testing::graph_of;
 
-const BF16: Dtype = Dtype::Bf16;
-
-#[derive(Clone)]
-struct Case {
-    dim: usize,
-    num_q_heads: usize,
-    num_kv_heads: usize,
-    seqlen_q: usize,
-    page_size: usize,
-    lens: Vec<usize>,
-}
-
-/// A cache whose every byte is NaN but the keys and values of the sequences; unused table entries are hostile.
-struct Cache {
-    case: Case,
-    q: Vec<f32>,
-    k: Vec<f32>, // [pages, page_size, num_kv_heads, dim]
-    v: Vec<f32>,
-    table: Vec<i32>,
-    pages_max: usize,
-    num_pages: usize,
-}
-
-impl Cache {
-    fn new(case: &Case, seed: u64) -> Self {
-        let mut rng = Rng::new(seed);
-        let pages_max = case.lens.iter().map(|n| n.div_ceil(case.page_size)).max().unwrap_or(0) + 2;
-        let used: usize = case.lens.iter().map(|n| n.div_ceil(case.page_size)).sum();
-        let num_pages = used + 5;
-        let mut ids: Vec<i32> = (0..num_pages as i32).collect();
-        for i in (1..ids.len()).rev() {
-            ids.swap(i, rng.below(i + 1));
-        }
-        let row = case.num_kv_heads * case.dim;
-        let mut k = vec![f32::NAN; num_pages * case.page_size * row];
-        let mut v = k.clone();
-        let mut table = vec![i32::MAX; case.lens.len() * pages_max];
-        let mut next = ids.into_iter();
-        for (b, &len) in case.lens.iter().enumerate() {
-            for t in 0..len {
-                let entry = b * pages_max + t / case.page_size;
-                if t % case.page_size == 0 {
-                    table[entry] = next.next().expect("enough pages");
-                }
-                let at = (table[entry] as usize * case.page_size + t % case.page_size) * row;
-                for i in at..at + row {
-                    k[i] = from_bits(BF16, to_bits(BF16, rng.normal()));
-                    v[i] = from_bits(BF16, to_bits(BF16, rng.normal()));
-                }
-            }
-        }
-        let q = (0..case.lens.len() * case.seqlen_q * case.num_q_heads * case.dim)
-            .map(|_| from_bits(BF16, to_bits(BF16, rng.normal())))
-            .collect();
-        Self { case: case.clone(), q, k, v, table, pages_max, num_pages }
-    }
-
-    fn at(&self, b: usize, token: usize, head: usize) -> usize {
-        let c = &self.case;
-        let page = self.table[b * self.pages_max + token / c.page_size] as usize;
-        ((page * c.page_size + token % c.page_size) * c.num_kv_heads + head) * c.dim
-    }
-}
-
-/// The cache on the device, its launch, and what the launch writes.
-struct Device {
-    launch: Decode,
-    o: Buffer,
-    lse: Buffer,
-    lens: Buffer,
-    _held: Vec<Buffer>,
-}
-
-fn upload(gpu: &Gpu, x: &Cache) -> Result<Device, Error> {
-    let c = &x.case;
-    let bits = |v: &[f32]| {
-        v.iter().map(|f| if f.is_nan() { NAN16 } else { to_bits(BF16, *f) }).collect::<Vec<u16>>()
-    };
-    let (q, k, v) = (bits(&x.q), bits(&x.k), bits(&x.v));
-    let (q, k, v) =
-        (Buffer::from_slice(gpu, &q)?, Buffer::from_slice(gpu, &k)?, Buffer::from_slice(gpu, &v)?);
-    let table = Buffer::from_slice(gpu, &x.table)?;
-    let lens = Buffer::from_slice(gpu, &c.lens.iter().map(|n| *n as i32).collect::<Vec<i32>>())?;
-    let o = Buffer::new(gpu, x.q.len() * 2)?;
-    let lse = Buffer::new(gpu, c.lens.len() * c.seqlen_q * c.num_q_heads * 4)?;
-    let row = (c.num_kv_heads * c.dim) as u64;
-    let pages = |b: &Buffer| Pages {
-        address: b.address,
-        page_stride: c.page_size as u64 * row,
-        token_stride: row,
-        head_stride: c.dim as u64,
-    };
-    let mut launch = Decode {
-        q: Operand {
-            address: q.address,
-            token_stride: (c.num_q_heads * c.dim) as u64,
-            head_stride: c.dim as u64,
-        },
-        k: pages(&k),
-        v: pages(&v),
-        o: o.address,
-        lse: lse.address,
-        seqlens_k: lens.address,
-        page_table: table.address,
-        partial: 0,
-        num_pages: x.num_pages as u32,
-        page_size: c.page_size as u32,
-        pages_max: x.pages_max as u32,
-        batch: c.lens.len() as u32,
-        seqlen_q: c.seqlen_q as u32,
-        num_q_heads: c.num_q_heads as u32,
-        num_kv_heads: c.num_kv_heads as u32,
-        head_dim: c.dim as u32,
-        softmax_scale: 1.0 / (c.dim as f32).sqrt(),
-    };
-    let partial = Buffer::new(gpu, launch.partial_bytes(gpu.num_sms) as usize)?;
-    partial.fill(gpu, u32::MAX)?;
-    launch.partial = partial.address;
-    Ok(Device { launch, o, lse, lens, _held: vec![q, k, v, table, partial] })
-}
-
-impl Device {
-    fn run(&self, gpu: &Gpu, f: impl FnOnce() -> Result<(), Error>) -> Result<(Vec<u16>, Vec<f32>), Error> {
-        let rows = (self.launch.batch * self.launch.seqlen_q * self.launch.num_q_heads) as usize;
-        self.o.fill(gpu, 0x7fff_7fff)?;
-        self.lse.fill(gpu, 0x7fc0_0000)?;
-        f()?;
-        gpu.synchronize()?;
-        Ok((self.o.read(0, rows * self.launch.head_dim as usize)?, self.lse.read(0, rows)?))
-    }
-
-    fn once(&self, gpu: &Gpu) -> Result<(Vec<u16>, Vec<f32>), Error> {
-        // SAFETY: `upload` made every buffer to the launch's shape; `run` synchronises.
-        self.run(gpu, || unsafe { self.launch.launch(gpu) })
-    }
-}
-
-fn check(x: &Cache, lens: &[usize], o: &[u16], lse: &[f32]) -> Errors {
-    let c = &x.case;
-    let total_q = lens.len() * c.seqlen_q;
-    parallel_rows(total_q * c.num_q_heads, |n, errors| {
-        let (token, head) = (n / c.num_q_heads, n % c.num_q_heads);
-        let (b, i) = (token / c.seqlen_q, token % c.seqlen_q);
-        let kv = head / (c.num_q_heads / c.num_kv_heads);
-        let key = |j: usize| &x.k[x.at(b, j, kv)..][..c.dim];
-        let value = |j: usize| &x.v[x.at(b, j, kv)..][..c.dim];
-        let keys = (lens[b] + i + 1).saturating_sub(c.seqlen_q).min(lens[b]);
-        let row = Row { q: &x.q[n * c.dim..(n + 1) * c.dim], keys, key: &key, value: &value };
-        let exact = reference_row(BF16, 1.0 / (c.dim as f64).sqrt(), &row);
-        let ours: Vec<f32> = o[n * c.dim..(n + 1) * c.dim].iter().map(|v| from_bits(BF16, *v)).collect();
-        errors.add_row(BF16, &ours, lse[head * total_q + token], &exact);
-    })
-}
+const RAGGED: [usize; 9] = [1, 15, 64, 65, 0, 1000, 4099, 300, 128];
+const HEADS: [(usize, usize, usize); 4] = [(8, 2, 1), (16, 1, 1), (4, 4, 3), (16, 2, 8)];
 
 fn cases() -> Vec<Case> {
-    let ragged = vec![1, 15, 64, 65, 0, 1000, 4099, 300, 128];
     let mut cases = Vec::new();
     for dim in [64, 128, 256] {
         for page_size in [16, 48, 64, 256] {
-            for (num_q_heads, num_kv_heads, seqlen_q) in [(8, 2, 1), (16, 1, 1), (4, 4, 3), (16, 2, 8)] {
+            for (num_q_heads, num_kv_heads, seqlen_q) in HEADS {
+                let lens = RAGGED.to_vec();
                 cases.push(Case {
                     dim,
                     num_q_heads,
                     num_kv_heads,
                     seqlen_q,
                     page_size,
-                    lens: ragged.clone(),
+                    lens,
+                    ..Case::default()
                 });
             }
         }
-        let long =
-            Case { dim, num_q_heads: 8, num_kv_heads: 2, seqlen_q: 1, page_size: 16, lens: vec![40_000] };
-        cases.push(Case { lens: vec![700; 150], ..long.clone() });
-        cases.push(Case { lens: vec![0, 0, 5], ..long.clone() });
-        cases.push(long);
+        let of = |lens: Vec<usize>| Case { dim, lens, ..Case::default() };
+        cases.extend([of(vec![40_000]), of(vec![300; 150]), of(vec![0, 0, 5]), of(vec![0; 3])]);
+        cases.push(Case { num_q_heads: 16, num_kv_heads: 1, ..of(vec![30_000, 7, 20_011]) });
     }
     cases
 }
 
-pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
-    for (n, c) in cases().iter().enumerate() {
-        let x = Cache::new(c, 50 + n as u64);
-        let device = upload(gpu, &x)?;
-        let (o, lse) = device.once(gpu)?;
-        let name = format!(
-            "decode d{} {}/{} heads, {} query tokens, page {}, {} sequences",
-            c.dim,
-            c.num_q_heads,
-            c.num_kv_heads,
-            c.seqlen_q,
-            c.page_size,
-            c.lens.len()
-        );
-        report.errors(&name, &check(&x, &c.lens, &o, &lse));
-        let mut same = true;
-        for _ in 0..10 {
-            same &= device.once(gpu)?.0 == o;
-        }
-        if !same {
-            report.line(false, &format!("{name}: the same bits in 10 runs"), String::new());
+fn quantised_cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for kv in [KvType::E4m3, KvType::Int8, KvType::Int4] {
+        for dim in [64, 128, 256] {
+            for (n, (num_q_heads, num_kv_heads, seqlen_q)) in HEADS.into_iter().enumerate() {
+                let page_size = [16, 48, 64, 256][n];
+                let base =
+                    Case { dim, num_q_heads, num_kv_heads, seqlen_q, page_size, kv, ..Case::default() };
+                cases.push(Case { lens: RAGGED.to_vec(), ..base.clone() });
+                cases.push(Case { lens: vec![20_000, 33], scale_a_head: true, ..base });
+            }
         }
     }
-    test_graph_with_changed_lengths(gpu, report)
+    cases
 }
 
-/// A captured launch follows lengths that change under it; counters are left clean from one replay to the next.
-fn test_graph_with_changed_lengths(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
-    let lens = vec![900, 64, 3000, 1, 2048, 77];
-    let c = Case { dim: 128, num_q_heads: 32, num_kv_heads: 8, seqlen_q: 1, page_size: 16, lens };
-    let x = Cache::new(&c, 7);
-    let device = upload(gpu, &x)?;
-    // SAFETY: as in `once`.
-    unsafe { device.launch.launch(gpu)? };
-    // SAFETY: as in `once`; the graph is replayed while `device` lives.
-    let graph = graph_of(gpu, || unsafe { device.launch.launch(gpu) })?;
-    for shorter in [0usize, 1, 63, 500] {
-        let now: Vec<usize> = c.lens.iter().map(|n| n.saturating_sub(shorter)).collect();
-        device.lens.write(0, &now.iter().map(|n| *n as i32).collect::<Vec<i32>>())?;
-        let (o, lse) = device.run(gpu, || graph.launch().map_err(call("cuGraphLaunch")))?;
-        report.errors(&format!("decode graph replay, lengths less {shorter}"), &check(&x, &now, &o, &lse));
+fn score_cases() -> Vec<Case> {
+    let none = Extras::default();
+    let all = Extras { softcap: Some(3.0), left: Some(99), slopes: true, sinks: true };
+    let extras = [
+        Extras { softcap: Some(2.0), ..none },
+        Extras { left: Some(0), ..none },
+        Extras { left: Some(511), ..none },
+        Extras { slopes: true, ..none },
+        Extras { sinks: true, ..none },
+        all,
+    ];
+    let mut cases = Vec::new();
+    for dim in [64, 128, 256] {
+        for extras in extras {
+            for (num_q_heads, num_kv_heads, seqlen_q) in HEADS {
+                let base = Case { dim, num_q_heads, num_kv_heads, seqlen_q, extras, ..Case::default() };
+                cases.push(Case { lens: RAGGED.to_vec(), ..base });
+            }
+        }
+        for kv in [KvType::E4m3, KvType::Int8, KvType::Int4] {
+            cases.push(Case { dim, kv, extras: all, lens: RAGGED.to_vec(), ..Case::default() });
+        }
+    }
+    cases
+}
+
+/// Every plan that a case can run: the one chosen, both kernels, and layouts that other devices would choose.
+fn plans(gpu: &Gpu, device: &crate::decode_cache::Device) -> Vec<Plan> {
+    let mut invariant = device.launch;
+    invariant.batch_invariant = true;
+    let mut plans = vec![device.plan, invariant.plan(gpu.num_sms)];
+    if device.launch.kv_type == KvType::Bf16 && device.launch.scores == Default::default() {
+        plans.push(Plan::Line);
+    }
+    let others = [(8, 2, false), (1, 3, false), (4, 1, false), (2, 5, true), (8, 1, true), (1, 16, true)];
+    plans.extend(others.map(|(ranks, parts, line)| Plan::Clusters { ranks, parts, line }));
+    let mut kept: Vec<Plan> = Vec::new();
+    plans.into_iter().for_each(|p| {
+        if !kept.contains(&p) {
+            kept.push(p);
+        }
+    });
+    kept
+}
+
+fn name(c: &Case) -> String {
+    let mut extra = if c.extras == Extras::default() { String::new() } else { format!(", {:?}", c.extras) };
+    extra += if c.scale_a_head { ", a scale a head" } else { "" };
+    format!(
+        "decode {} d{} {}/{} heads, {} query tokens, page {}, {} sequences{extra}",
+        c.kv.name(),
+        c.dim,
+        c.num_q_heads,
+        c.num_kv_heads,
+        c.seqlen_q,
+        c.page_size,
+        c.lens.len()
+    )
+}
+
+pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
+    let all = cases().into_iter().chain(quantised_cases()).chain(score_cases());
+    for (n, c) in all.enumerate() {
+        let x = Cache::new(&c, 50 + n as u64);
+        let exact = x.references(&c.lens);
+        let mut device = upload(gpu, &x)?;
+        for plan in plans(gpu, &device) {
+            device.use_plan(gpu, plan)?;
+            let out = device.once(gpu)?;
+            report.errors(&format!("{}: {plan}", name(&c)), &x.check(&exact, &out));
+            let mut same = true;
+            for _ in 0..5 {
+                same &= device.once(gpu)? == out;
+            }
+            if !same {
+                report.line(false, &format!("{}: {plan}: the same bits in 5 runs", name(&c)), String::new());
+            }
+        }
+    }
+    test_batch_invariance(gpu, report)?;
+    test_graph_with_changed_lengths(gpu, report)?;
+    test_refusals(gpu, report)
+}
+
+/// With `batch_invariant` a sequence alone and the same one amid a batch give the same bits.
+fn test_batch_invariance(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
+    for (dim, num_q_heads, num_kv_heads, seqlen_q) in
+        [(128, 32, 8, 1), (256, 16, 1, 1), (64, 8, 2, 4), (128, 12, 12, 1)]
+    {
+        for kv in [KvType::Bf16, KvType::E4m3, KvType::Int4] {
+            let lens = vec![9000, 1, 0, 777, 16_500, 64, 2048, 8191, 33, 5000];
+            let c = Case { dim, num_q_heads, num_kv_heads, seqlen_q, kv, lens, ..Case::default() };
+            let x = Cache::new(&c, 31);
+            let mut device = upload(gpu, &x)?;
+            device.launch.batch_invariant = true;
+            device.use_plan(gpu, device.launch.plan(gpu.num_sms))?;
+            let whole = device.once(gpu)?;
+            let (row, total_q) = (seqlen_q * num_q_heads * dim, c.lens.len() * seqlen_q);
+            let mut same = true;
+            for b in 0..c.lens.len() {
+                let one = device.alone(gpu, b)?;
+                same &= one.o == whole.o[b * row..(b + 1) * row];
+                for (h, lse) in one.lse.chunks(seqlen_q).enumerate() {
+                    same &= lse == &whole.lse[h * total_q + b * seqlen_q..][..seqlen_q];
+                }
+            }
+            report.line(same, &format!("{}: alone as in the batch, same bits", name(&c)), String::new());
+        }
     }
     Ok(())
+}
+
+/// A captured launch follows lengths that change under it; the workspace is left clean from one replay to the next.
+fn test_graph_with_changed_lengths(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
+    for (num_q_heads, num_kv_heads, kv) in
+        [(32, 8, KvType::Bf16), (8, 1, KvType::Bf16), (32, 8, KvType::Int8), (16, 1, KvType::Int4)]
+    {
+        let lens = vec![900, 64, 3000, 1, 2048, 77];
+        let c = Case { num_q_heads, num_kv_heads, kv, lens, ..Case::default() };
+        let x = Cache::new(&c, 7);
+        let mut device = upload(gpu, &x)?;
+        for plan in plans(gpu, &device) {
+            device.use_plan(gpu, plan)?;
+            device.lens.write(0, &c.lens.iter().map(|n| *n as i32).collect::<Vec<i32>>())?;
+            device.launch(gpu)?;
+            let graph = graph_of(gpu, || device.launch(gpu))?;
+            for shorter in [0usize, 1, 63, 500] {
+                let now: Vec<usize> = c.lens.iter().map(|n| n.saturating_sub(shorter)).collect();
+                device.lens.write(0, &now.iter().map(|n| *n as i32).collect::<Vec<i32>>())?;
+                let out = device.run(gpu, || graph.launch().map_err(call("cuGraphLaunch")))?;
+                let what = format!("{}: {plan}: graph replay, lengths less {shorter}", name(&c));
+                report.errors(&what, &x.check(&x.references(&now), &out));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What no kernel can do is refused by name before anything runs.
+fn test_refusals(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
+    let c = Case { lens: vec![20], kv: KvType::E4m3, ..Case::default() };
+    let x = Cache::new(&c, 1);
+    let device = upload(gpu, &x)?;
+    let good = device.launch;
+    let mut no_scales = good;
+    no_scales.k.scales.address = 0;
+    let mut far = good;
+    far.scores.softcap = Some(f32::INFINITY);
+    let mut uneven = good;
+    uneven.v.token_stride += 16;
+    let line = suanpan_cuda::attention::decode::Decode { batch_invariant: true, ..good };
+    let rows = suanpan_cuda::attention::decode::Decode { seqlen_q: 17, ..good };
+    let odd = Plan::Clusters { ranks: 3, parts: 1, line: false };
+    for (what, d, plan) in [
+        ("e4m3 without scales", no_scales, device.plan),
+        ("an infinite softcap", far, device.plan),
+        ("68 rows", rows, device.plan),
+        ("quantised on one line", good, Plan::Line),
+        ("three ranks", good, odd),
+        ("strides of v unlike k's", uneven, device.plan),
+        ("one line where no bit may change", line, Plan::Clusters { ranks: 1, parts: 4, line: true }),
+    ] {
+        // SAFETY: a launch that is refused runs nothing; one that is not uses buffers of at least its shape.
+        let refused = unsafe { d.launch(gpu, plan) };
+        let ok = matches!(refused, Err(Error::Unsupported { .. }));
+        report.line(
+            ok,
+            &format!("decode refuses {what}"),
+            refused.err().map_or(String::new(), |e| e.to_string()),
+        );
+    }
+    gpu.synchronize()
 }

@@ -1,6 +1,6 @@
 //! Forward with features: windows, chunks, alignment, softcap, ALiBi, sinks, tree masks, pages, 192/128; alone and together.
 use suanpan_base::{Mask, SeqLen};
-use suanpan_cuda::attention::decode::Pages;
+use suanpan_cuda::attention::decode::{Pages, Scales};
 use suanpan_cuda::attention::forward::{Forward, KeysValues, Paged, Scores, Tree};
 use suanpan_cuda::driver::Gpu;
 use suanpan_cuda::testing::{Buffer, Errors, Rng, from_bits, parallel_rows, reference_scores};
@@ -103,7 +103,10 @@ fn pages(
     let buffer = Buffer::from_slice(gpu, &pool)?;
     let address = buffer.address;
     let (page_stride, token_stride) = ((page_size * row) as u64, row as u64);
-    Ok((buffer, Pages { address, page_stride, token_stride, head_stride: x.dim as u64 }))
+    Ok((
+        buffer,
+        Pages { address, page_stride, token_stride, head_stride: x.dim as u64, scales: Scales::default() },
+    ))
 }
 
 /// Pages of all sequences; the table names no page outside what the rows see.

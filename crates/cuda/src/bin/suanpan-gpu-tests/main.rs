@@ -1,5 +1,6 @@
 //! Checks every kernel on the device against the f64 oracle, in one command; exits 1 when anything fails.
 mod decode;
+mod decode_cache;
 mod features;
 mod forward;
 mod fp8;

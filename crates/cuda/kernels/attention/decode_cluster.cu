@@ -1,0 +1,553 @@
+// Decode for Hopper (sm_90a) by clusters of blocks: few query rows per sequence over a paged KV cache of bf16, e4m3, 8-bit or
+// 4-bit numbers, split at absolute key positions. Not here: appending K and V. Built once per HEAD_DIM and KV type.
+//
+// Every kv head (and every 16 query rows of it) has its own clusters. Either these take all sequences in turn, tile t of a
+// sequence going to block t mod blocks and there to warp t / blocks mod warps: the load is even whatever the lengths are, a table
+// entry can be fetched before the length is known, and a sequence's result depends on nothing but itself, so that no bit changes
+// when the batch does. Or (`line`) all tiles form one line that is cut into equal parts, a cluster each, as in decode.cu: fewer
+// merges where sequences are many.
+// Each warp streams its tiles through a ring of its own (cp.async) with no block-wide step; they meet once a sequence: the warps'
+// results are merged in shared memory, a slice of the sum goes to each block of the cluster, which adds the slices up
+// (distributed shared memory), and several clusters of one head meet in global memory the way of decode.cu: words that wait at a
+// bit pattern no arithmetic produces; only the cluster with the last piece waits, and for lower-numbered ones.
+#include "decode_cluster.cuh"
+
+namespace suanpan {
+
+// Hides where x comes from, so that what is worked out from it stays where it is used: hoisted out of the loop over sequences it
+// would hold registers all the time.
+__device__ __forceinline__ int here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+__device__ __forceinline__ float4 load_words(const float* p) {
+  float4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ bool is_empty(float x) { return __float_as_uint(x) == kEmpty; }
+
+template <int NT, bool EXTRA>
+__device__ __forceinline__ void decode_body(const ClusterParams& p) {
+  using L = Layout<NT>;
+  constexpr int R = L::R, W = L::W;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const uint32_t base = smem_addr(smem);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  const int ranks = cluster_ranks(), rank = cluster_rank(), part = cluster_index();
+
+  // ---- what comes first: length and table at once, neither waits for the other ---------------------------------------------------
+  const int step = (p.line ? 1 : p.parts) * ranks * W;  // tiles from one of a warp to its next
+  const int offset = (p.line ? 0 : part * ranks) + rank + (p.line ? 1 : p.parts) * ranks * warp;
+  // Table entries of the next 32 / MT tiles from `tile` on, a lane for each 16 keys, as offsets of the data and of the scales.
+  const auto fetch_entries = [&](int b, int tile, long long& data, long long& scales) {
+    const uint32_t sixteen = (uint32_t)(tile + lane / MT * step) * MT + lane % MT, page_16 = p.page_size / 16;
+    uint32_t entry = __umulhi(sixteen, p.page_inverse);
+    uint32_t rest = sixteen - entry * page_16;
+    if (rest >= page_16) { ++entry; rest -= page_16; }
+    const int page = entry < (uint32_t)p.pages_max ? p.page_table[(long long)b * p.pages_max + entry] : 0;
+    data = page * p.page_stride + rest * 16 * p.token_stride;
+    if (KV != kBf16) scales = page * p.scale_page_stride + rest * 16 * p.scale_token_stride;
+  };
+  // Tiles of a sequence that no row sees, for a window, and those after them.
+  const auto hidden_tiles = [&](int len) { return EXTRA && p.left >= 0 ? max(0, len - p.seqlen_q - p.left) / TK : 0; };
+  const auto tiles_of = [&](int len) { return len > 0 ? (uint32_t)((len + TK - 1) / TK - hidden_tiles(len)) : 0u; };
+
+  int b = 0;
+  uint32_t part_at = 0, part_end = ~0u, start = 0;  // of the line; where sequence b begins on it
+  uint32_t share = 0, longer = 0;                   // tiles of a part, and parts that have one more
+  const auto part_begin = [&](uint32_t i) { return share * i + min(i, longer); };
+  if (p.line) {
+    uint32_t total = 0;
+#pragma unroll 1
+    for (int i = lane; i < p.batch; i += 32) total += tiles_of(p.seqlens_k[i]);
+    for (int x = 16; x > 0; x /= 2) total += __shfl_xor_sync(~0u, total, x);
+    share = total / p.parts;
+    longer = total - share * p.parts;
+    part_at = part_begin(part);
+    part_end = part_begin(part + 1);
+    b = p.batch;
+#pragma unroll 1
+    for (int b0 = 0; b0 < p.batch && part_at < part_end; b0 += 32) {
+      const uint32_t tiles = b0 + lane < p.batch ? tiles_of(p.seqlens_k[b0 + lane]) : 0;
+      uint32_t upto = tiles;
+      for (int x = 1; x < 32; x *= 2) {
+        const uint32_t y = __shfl_up_sync(~0u, upto, x);
+        if (lane >= x) upto += y;
+      }
+      const uint32_t vote = __ballot_sync(~0u, start + upto > part_at);
+      if (vote) {
+        b = b0 + __ffs(vote) - 1;
+        start += __shfl_sync(~0u, upto - tiles, __ffs(vote) - 1);
+        break;
+      }
+      start += __shfl_sync(~0u, upto, 31);
+    }
+  }
+  if (part == 0) b = 0;  // sequences without keys belong to the part before them, the first ones to the first
+  int in_b = b - 1, in_len = 0, in_tile = 0, in_end = 0, in_at = 0, in_v = 0;
+  long long in_data = 0, in_scales = 0, next_data, next_scales = 0;
+  uint32_t in_start = start;
+  int next_len = b < p.batch ? p.seqlens_k[b] : 0;
+  fetch_entries(min(b, p.batch - 1), offset, next_data, next_scales);
+
+  const int h = blockIdx.y, row_base = blockIdx.z * L::kRows;
+  const int rows = min(L::kRows, p.seqlen_q * p.group_size - row_base);
+  const auto bar = [&](int n) { return base + L::kBars + 8 * n; };
+  const auto token_of = [&](int row) { return (row * p.group_inverse) >> 16; };  // row / group_size, exact below 64
+
+  // q of a sequence passes through registers: it is on its way while the sequence before is worked on.
+  constexpr int kQPieces = L::kRows * D / 8, kQLoads = (kQPieces + W * 32 - 1) / (W * 32);
+  constexpr bool kHoldQ = kQLoads <= 2;  // where registers allow
+  uint4 q_held[kQLoads];
+  int q_b = -1;
+  const auto fetch_q = [&](int b) {
+    q_b = b;
+    const int thread = here(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < kQLoads; ++i) {
+      const int n = thread + i * W * 32, row = n / (D / 8), r = row_base + row, token = token_of(r);
+      q_held[i] = uint4{0, 0, 0, 0};
+      if (row < rows && b < p.batch)
+        q_held[i] = *(const uint4*)(p.q + (b * p.seqlen_q + token) * p.q_token_stride +
+                                    (h * p.group_size + r - token * p.group_size) * p.q_head_stride + n % (D / 8) * 16);
+    }
+  };
+
+  // ---- loading: halves of tiles, K and V in turn -----------------------------------------------------------------------------
+  const uint32_t ring = base + L::kRing + warp * R * kSlot;
+  const int lane_row = lane / kLanesOfRow, lane_piece = lane % kLanesOfRow;
+  const uint32_t lane_dst = ring + lane_row * Tile::kRow, lane_place = lane_piece ^ Tile::place(lane_row);
+  const long long more = kRowsAtOnce * p.token_stride, lane_src = h * p.head_stride + lane_row * p.token_stride + lane_piece * 16;
+  const char *const k_src = p.k + lane_src, *const v_src = p.v + lane_src;
+  const auto load_half = [&](uint32_t slot_at) {
+    while (in_tile >= in_end && in_b < p.batch) {  // the next sequence of which this warp has tiles
+      in_start += tiles_of(in_len);
+      if (++in_b >= p.batch || in_start >= part_end) {
+        in_b = p.batch;
+        break;
+      }
+      in_len = next_len;
+      in_data = next_data;
+      in_scales = next_scales;
+      if (in_b + 1 < p.batch) {
+        next_len = p.seqlens_k[in_b + 1];
+        fetch_entries(in_b + 1, offset, next_data, next_scales);
+      }
+      const int hidden = hidden_tiles(in_len), from = hidden + (part_at > in_start ? part_at - in_start : 0);
+      in_tile = from + offset;
+      in_end = hidden + min(tiles_of(in_len), part_end - in_start);
+      in_at = 0;
+      if (from > 0 && in_tile < in_end) fetch_entries(in_b, in_tile, in_data, in_scales);
+    }
+    if (in_tile < in_end) {
+      const char* const from = in_v ? v_src : k_src;
+      const int keys = in_len - in_tile * TK;  // of this tile, and beyond
+#pragma unroll
+      for (int m = 0; m < MT; ++m) {
+        // Entries past the keys may be anything: those pieces become zeros and read nothing.
+        const char* src = from + __shfl_sync(~0u, in_data, in_at + m);
+        if (16 * m >= keys) src = p.k;
+        const uint32_t dst = lane_dst + slot_at + 16 * m * Tile::kRow;
+        const auto dst_of = [&](int i) { return dst + i * kRowsAtOnce * Tile::kRow + ((lane_place ^ Tile::place(i * kRowsAtOnce)) * 16); };
+        if (16 * m + 16 <= keys) {
+#pragma unroll
+          for (int i = 0; i < 16 / kRowsAtOnce; ++i) copy_16(dst_of(i), src + i * more);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 16 / kRowsAtOnce; ++i)  // rows past the keys read nothing, wherever this points
+            copy_16(dst_of(i), src + i * more, 16 * m + i * kRowsAtOnce + lane_row < keys ? 16 : 0);
+        }
+      }
+      if (KV != kBf16) {
+        const float* const scales = (in_v ? p.v_scale : p.k_scale) + h * p.scale_head_stride;
+#pragma unroll
+        for (int i = 0; i < (TK + 31) / 32; ++i) {
+          const int n = lane + 32 * i;
+          const long long at = __shfl_sync(~0u, in_scales, in_at + (n / 16) % MT) + n % 16 * p.scale_token_stride;
+          if (n < TK) copy_4(ring + slot_at + kHalf + n * 4, n < keys ? scales + at : scales, n < keys ? 4 : 0);
+        }
+      }
+      if (in_v) {
+        in_tile += step;
+        in_at += MT;
+        if (in_at == 32 && in_tile < in_end) {
+          in_at = 0;
+          fetch_entries(in_b, in_tile, in_data, in_scales);
+        }
+      }
+      in_v ^= 1;
+    }
+    copies_commit();
+  };
+
+  // ---- a block's slice of a sequence, sent by every block of the cluster ---------------------------------------------------------
+  const int ranks_log2 = 31 - __clz(ranks), slice = (rows * D) >> ranks_log2;  // floats
+  const int rows_inverse = (int)__fdividef(65536.f, rows) + 1;                 // exact quotients below 512
+  const int slice_row = rank * slice / D;
+  int merged = 0;  // sequences so far: the parity names buffer and barrier
+  const auto lse_at = [&](int b, int r, int token) {
+    return p.lse + (long long)(h * p.group_size + r - token * p.group_size) * p.batch * p.seqlen_q + b * p.seqlen_q + token;
+  };
+  const auto out_at = [&](int b, int r, int token) {
+    return (uint16_t*)p.o + ((long long)((b * p.seqlen_q + token) * p.num_kv_heads + h) * p.group_size + r - token * p.group_size) * D;
+  };
+  const auto sink_of = [&](int r, int token) { return p.sinks[h * p.group_size + r - token * p.group_size] * kLog2e; };
+  constexpr long long kRecord = L::kRows * D * 2;  // floats
+  // The sequence whose slice is not collected yet, and the record that takes this part's piece of it, or -1 where it is finished here.
+  int waiting_b = -1, waiting_record = -1;
+  // The line's sequence that ends in this part and began in another: 1 where there is one, 2 once its turn has come. In shared
+  // memory: the sequence, the pieces before, where the first lies (two words).
+  int tail = 0;
+  int* const tail_words = (int*)(smem + L::kBars + 16);
+  // The slice of the sequence merged last; or of the line's sequence that ends in this part, once the earlier parts are done too.
+  const auto collect = [&]() {
+    const int buffer = (merged - 1) & 1, b = waiting_b, thread = here(threadIdx.x), unit = blockIdx.z * p.num_kv_heads + h;
+    const bool stored = tail == 2;
+    const int pieces = stored ? tail_words[1] : waiting_record < 0 && !p.line ? p.parts - 1 : 0;
+    const int slot = stored ? tail_words[3] : 0, record = stored ? tail_words[2] : (b * (int)gridDim.z * p.num_kv_heads + unit) * (p.parts - 1);
+    if (thread >= slice / 2) return;
+    if (!stored) mbar_wait_cluster(bar(buffer), (merged - 1) >> 1 & 1);
+#pragma unroll 1
+    for (int e = thread; e < slice / 2; e += W * 32) {
+      const int at = rank * slice + 2 * e, row = at / D, d = at % D;
+      const float2* sums = (const float2*)(smem + L::kRankSums) + buffer * kRanksMax * L::kRows + row;
+      const float2* from = (const float2*)(smem + L::kReceived) + (buffer * L::kRows * D) / 2 + e;
+      float top = -INFINITY;
+      const int senders = stored ? 0 : ranks;
+#pragma unroll 8
+      for (int s = 0; s < senders; ++s) top = fmaxf(top, sums[s * L::kRows].x);
+      const float low = top == -INFINITY ? 0.f : top;
+      float sum = 0.f;
+      float2 acc = {0.f, 0.f};
+#pragma unroll 8
+      for (int s = 0; s < senders; ++s) {
+        const float2 ml = sums[s * L::kRows], x = from[s * (slice / 2)];
+        const float w = exp2_fast(ml.x - low);
+        sum += w * ml.y;
+        acc.x += w * x.x;
+        acc.y += w * x.y;
+      }
+      if (waiting_record >= 0) {  // not the last piece: left for the cluster that has it
+        __stcg((float4*)(p.partial + waiting_record * kRecord + at * 2), float4{acc.x, acc.y, top, sum});
+        continue;
+      }
+      if (pieces > 0) {
+        const float4 own = {acc.x, acc.y, top, sum};
+        acc = {0.f, 0.f};
+        sum = 0.f;
+        top = -INFINITY;
+        float* words = p.partial + (record + slot) * kRecord + at * 2;
+#pragma unroll 1
+        for (int i = 0; i <= pieces; ++i) {  // piece by piece, in order
+          float4 x = own;
+          if (stored || i < pieces) {
+            do { x = load_words(words); } while (is_empty(x.x) || is_empty(x.y) || is_empty(x.z) || is_empty(x.w));
+            __stcg((uint4*)words, uint4{kEmpty, kEmpty, kEmpty, kEmpty});
+            words += (p.line ? 2 - (i == 0 ? slot : 0) : 1) * kRecord;
+          }
+          const float m = fmaxf(top, x.z), low = m == -INFINITY ? 0.f : m;
+          const float a = exp2_fast(top - low), w = exp2_fast(x.z - low);
+          acc.x = acc.x * a + x.x * w;
+          acc.y = acc.y * a + x.y * w;
+          sum = sum * a + x.w * w;
+          top = m;
+        }
+      }
+      const int r = row_base + row, token = token_of(r);
+      if (EXTRA && p.sinks) {
+        const float sink = sink_of(r, token), m = fmaxf(top, sink), w = exp2_fast(top - m);
+        acc.x *= w;
+        acc.y *= w;
+        sum = sum * w + exp2_fast(sink - m);
+        top = m;
+      }
+      const float inv = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
+      *(uint32_t*)(out_at(b, r, token) + d) = pack_bf16(acc.x * inv, acc.y * inv);
+      if (d == 0) *lse_at(b, r, token) = sum > 0.f ? (top + __log2f(sum)) * 0.6931471805599453f : -INFINITY;
+    }
+  };
+
+  const auto zero = [&](int b) {  // a sequence without keys
+    for (int i = here(threadIdx.x); i < slice / 2; i += W * 32) {
+      const int at = rank * slice + 2 * i, r = row_base + at / D, token = token_of(r);
+      *(uint32_t*)(out_at(b, r, token) + at % D) = 0;
+      if (at % D == 0) *lse_at(b, r, token) = EXTRA && p.sinks ? sink_of(r, token) / kLog2e : -INFINITY;
+    }
+  };
+
+  // ---- the sequences ---------------------------------------------------------------------------------------------------------------
+  const float scale_log2 = p.scale * kLog2e;
+  uint32_t slot_at = 0;
+  int lead = R;  // loads before the first product
+  for (;;) {
+    int len = 0;
+    while (b < p.batch && start <= part_end && (len = p.seqlens_k[b]) <= 0) {
+      if (p.line || part == 0) zero(b);
+      ++b;
+    }
+    const bool more = b < p.batch && start < part_end;
+    const uint32_t tiles = tiles_of(len), from = part_at > start ? part_at - start : 0, to = min(tiles, part_end - start);
+    float o[D / 16][NT][4], row_max[NT][2], row_sum[NT][2];
+    if (more) {
+      // Keys that query row `row` of this unit sees end here; worked out where a mask needs it.
+      const auto seen_by = [&](int row) { return row < rows ? len - p.seqlen_q + token_of(row_base + row) + 1 : 0; };
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          row_max[n][e] = -INFINITY;
+          row_sum[n][e] = 0.f;
+        }
+#pragma unroll
+        for (int t = 0; t < D / 16; ++t) o[t][n][0] = o[t][n][1] = o[t][n][2] = o[t][n][3] = 0.f;
+      }
+      const int all_see = len - p.seqlen_q + 1;                          // keys that every row sees end here
+      const int all_from = EXTRA && p.left >= 0 ? len - 1 - p.left : 0;  // and begin here
+      const int hidden = hidden_tiles(len), end = hidden + to;
+      int tile = hidden + from + offset;
+      float s[MT][NT][4];
+      int n = -lead;
+#pragma unroll 1
+      for (;; ++n) {  // halves: K and V of a tile in turn; before the first sequence loads alone
+        if (lead && n == 2 - R) {  // once, behind the first loads
+          lead = 0;
+          if (threadIdx.x == 0) {
+            mbar_init(bar(0), 1);
+            mbar_init(bar(1), 1);
+            mbar_init_fence();
+          }
+          __syncwarp();
+          cluster_arrive();
+          if (kHoldQ) fetch_q(b);
+        }
+        if (n == 0) {
+          if (!kHoldQ || q_b != b) fetch_q(b);
+          const int thread = here(threadIdx.x);
+#pragma unroll
+          for (int i = 0; i < kQLoads; ++i) {
+            const int n = thread + i * W * 32;
+            if (n < kQPieces) *(uint4*)(smem + L::kQ + n / (D / 8) * kQPitch + n % (D / 8) * 16) = q_order<KV>(q_held[i]);
+          }
+          if (merged == 0) cluster_wait();  // the first time: every block of the cluster has begun
+          __syncthreads();                  // q is there, and the sums of the sequence before have been read
+          if (kHoldQ && b + 1 < p.batch) fetch_q(b + 1);
+        }
+        if (n >= 0) {
+          if (tile >= end) break;
+          copies_wait<R - 1>();
+          __syncwarp();
+          const float* scale_at = (const float*)(smem + (ring - base) + slot_at + kHalf) + g;
+          if (!(n & 1)) {
+            const int key0 = tile * TK;
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+              for (int n = 0; n < NT; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
+            scores<D, KV, MT, NT>(s, ring + slot_at, base + L::kQ, kQPitch, KV == kBf16 ? lane : here(lane));
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {  // scores as powers of two
+                const float f = (KV == kBf16 ? 1.f : scale_at[16 * m + 8 * e]) * (EXTRA ? p.scale : scale_log2);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                  s[m][n][2 * e] *= f;
+                  s[m][n][2 * e + 1] *= f;
+                }
+              }
+            }
+            if (EXTRA) {
+#pragma unroll
+              for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                  const int row = here(8 * n + 2 * c + e), r = min(row, rows - 1) + row_base, own = seen_by(row) - 1;
+                  const float slope = p.slopes ? p.slopes[h * p.group_size + r - token_of(r) * p.group_size] : 0.f;
+#pragma unroll
+                  for (int m = 0; m < MT; ++m) {
+#pragma unroll
+                    for (int i = e; i < 4; i += 2) {
+                      float x = s[m][n][i];
+                      if (p.softcap > 0.f) x = p.softcap * (1.f - __fdividef(2.f, exp2_fast(x / p.softcap * (2.f * kLog2e)) + 1.f));
+                      x -= slope * fabsf((float)(own - (key0 + 16 * m + g + (i >> 1) * 8)));
+                      s[m][n][i] = x * kLog2e;
+                    }
+                  }
+                }
+              }
+            }
+            if (key0 + TK > all_see || (EXTRA && key0 < all_from)) {
+#pragma unroll
+              for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                  const int end = seen_by(here(8 * n + 2 * c + e));
+#pragma unroll
+                  for (int m = 0; m < MT; ++m) {
+#pragma unroll
+                    for (int i = e; i < 4; i += 2) {
+                      const int key = key0 + 16 * m + g + (i >> 1) * 8;
+                      if (key >= end || (EXTRA && p.left >= 0 && key < end - 1 - p.left)) s[m][n][i] = -INFINITY;
+                    }
+                  }
+                }
+              }
+            }
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+              float corr[2], off[2];
+              bool moved = false;
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                float m = fmaxf(s[0][n][e], s[0][n][e + 2]);
+#pragma unroll
+                for (int i = 1; i < MT; ++i) m = fmaxf(m, fmaxf(s[i][n][e], s[i][n][e + 2]));
+                m = fmaxf(m, __shfl_xor_sync(~0u, m, 4));
+                m = fmaxf(m, __shfl_xor_sync(~0u, m, 8));
+                m = fmaxf(m, __shfl_xor_sync(~0u, m, 16));
+                const bool up = m - row_max[n][e] > 8.f;  // rescale rarely: see forward.cu
+                corr[e] = up ? exp2_fast(row_max[n][e] - m) : 1.f;
+                row_max[n][e] = up ? m : row_max[n][e];
+                off[e] = row_max[n][e] == -INFINITY ? 0.f : row_max[n][e];
+                row_sum[n][e] *= corr[e];
+                moved |= up;
+              }
+              if (__any_sync(~0u, moved)) {
+#pragma unroll
+                for (int t = 0; t < D / 16; ++t) {
+                  o[t][n][0] *= corr[0];
+                  o[t][n][1] *= corr[1];
+                  o[t][n][2] *= corr[0];
+                  o[t][n][3] *= corr[1];
+                }
+              }
+#pragma unroll
+              for (int m = 0; m < MT; ++m) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                  s[m][n][i] = exp2_fast(s[m][n][i] - off[i & 1]);
+                  row_sum[n][i & 1] += s[m][n][i];
+                }
+              }
+            }
+          } else {
+            uint32_t probs[MT][NT][2];
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                const float f = KV == kBf16 ? 1.f : scale_at[16 * m + 8 * e];
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+                  probs[m][n][e] = transpose_8x8(KV == kBf16 ? pack_bf16(s[m][n][2 * e], s[m][n][2 * e + 1])
+                                                            : pack_bf16(s[m][n][2 * e] * f, s[m][n][2 * e + 1] * f));
+              }
+            }
+            mix<D, KV, MT, NT>(o, ring + slot_at, probs, KV == kBf16 ? lane : here(lane));
+            tile += step;
+          }
+          __syncwarp();
+        }
+        load_half(slot_at);
+        slot_at = slot_at + kSlot == R * kSlot ? 0 : slot_at + kSlot;
+      }
+    }
+    if (waiting_b >= 0) collect();
+    if (!more) {
+      if (tail != 1) break;
+      tail = 2;
+      waiting_b = tail_words[0];  // every thread wrote the same
+      waiting_record = -1;
+      continue;
+    }
+
+    // ---- merging: warps, then blocks; clusters when the slice is collected -------------------------------------------------------
+    const int thread = here(threadIdx.x), g = thread % 32 / 4, c = thread % 4;
+    float* merge = (float*)(smem + L::kMerge) + warp * L::kRows * L::kMergePitch;
+    float2* warp_sums = (float2*)(smem + L::kWarpSums);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float sum = row_sum[n][e];
+        sum += __shfl_xor_sync(~0u, sum, 4);
+        sum += __shfl_xor_sync(~0u, sum, 8);
+        sum += __shfl_xor_sync(~0u, sum, 16);
+        const int row = 8 * n + 2 * c + e;
+        if (g == 0) warp_sums[warp * L::kRows + row] = float2{row_max[n][e], sum};
+        if (row < rows && row_max[n][e] != -INFINITY) {
+#pragma unroll
+          for (int t = 0; t < D / 16; ++t) {
+            merge[row * L::kMergePitch + Tile::out_dim(g, t, 0)] = o[t][n][e];
+            merge[row * L::kMergePitch + Tile::out_dim(g, t, 1)] = o[t][n][e + 2];
+          }
+        }
+      }
+    }
+    __syncthreads();
+    const int buffer = merged & 1;
+    if (threadIdx.x == 0) mbar_expect(bar(buffer), ranks * (slice * 4 + ((rank * slice + slice - 1) / D - slice_row + 1) * 8));
+#pragma unroll 1
+    for (int e = thread; e < rows * D / 4; e += W * 32) {
+      const int row = e / (D / 4), d = 4 * e % D, dest = (((4 * e << ranks_log2) / D) * rows_inverse) >> 16, at = 4 * e - dest * slice;
+      const float2* sums = warp_sums + row;
+      const float4* sources = (const float4*)(smem + L::kMerge + (row * L::kMergePitch + d) * 4);
+      float top = -INFINITY;
+#pragma unroll
+      for (int w = 0; w < W; ++w) top = fmaxf(top, sums[w * L::kRows].x);
+      float4 acc = {0.f, 0.f, 0.f, 0.f};
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < W; ++w) {
+        const float2 ml = sums[w * L::kRows];
+        if (ml.x == -INFINITY) continue;  // and nothing was written there
+        const float f = exp2_fast(ml.x - top);
+        const float4 x = sources[w * L::kRows * L::kMergePitch / 4];
+        sum += f * ml.y;
+        acc.x += f * x.x;
+        acc.y += f * x.y;
+        acc.z += f * x.z;
+        acc.w += f * x.w;
+      }
+      const uint32_t there = cluster_addr(base, dest) - base, bar_there = there + bar(buffer);
+      send_four(there + base + L::kReceived + buffer * L::kRows * D * 4 + (rank * slice + at) * 4, acc, bar_there);
+      if (d == 0 || at == 0)
+        send_pair(there + base + L::kRankSums + ((buffer * kRanksMax + rank) * L::kRows + row) * 8, top, sum, bar_there);
+    }
+    ++merged;
+    waiting_b = b;
+    waiting_record = -1;
+    const int unit = blockIdx.z * p.num_kv_heads + h;
+    if (!p.line) {
+      if (part < p.parts - 1) waiting_record = (b * (int)gridDim.z * p.num_kv_heads + unit) * (p.parts - 1) + part;
+    } else if (from > 0 || to < tiles) {
+      waiting_record = (unit * p.parts + part) * 2 + (start <= part_at ? 0 : 1);
+      if (to == tiles) {
+        const uint32_t of_longer = (share + 1) * longer;
+        const int began = start < of_longer ? start / (share + 1) : longer + (start - of_longer) / share;
+        tail = 1;
+        tail_words[0] = b;  // every thread the same
+        tail_words[1] = part - began;
+        tail_words[2] = (unit * p.parts + began) * 2;
+        tail_words[3] = part_begin(began) == start ? 0 : 1;
+      }
+    }
+    start += tiles;
+    ++b;
+  }
+  if (merged > 0) return;
+  // Nothing to do but what the others of the cluster count on.
+  if (lead) cluster_arrive();
+  cluster_wait();
+}
+
+extern "C" __device__ const int decode_cluster_tiling[4] = {Layout<1>::kBytes, Layout<2>::kBytes, Layout<1>::W * 32, Layout<2>::W * 32};
+
+extern "C" __global__ void __launch_bounds__(Layout<1>::W * 32, 1) decode_8(const __grid_constant__ ClusterParams p) { decode_body<1, false>(p); }
+extern "C" __global__ void __launch_bounds__(Layout<2>::W * 32, 1) decode_16(const __grid_constant__ ClusterParams p) { decode_body<2, false>(p); }
+extern "C" __global__ void __launch_bounds__(Layout<1>::W * 32, 1) decode_8_scores(const __grid_constant__ ClusterParams p) { decode_body<1, true>(p); }
+extern "C" __global__ void __launch_bounds__(Layout<2>::W * 32, 1) decode_16_scores(const __grid_constant__ ClusterParams p) { decode_body<2, true>(p); }
+
+}  // namespace suanpan
