@@ -6,7 +6,7 @@
 
 use super::ahead::{Ahead, LINE_BYTES, columns, fill_offsets, first_block};
 use super::element::{Elem, InPlace};
-use super::kv_scales::{fill, scale_weights};
+use super::kv_scales::{ask, fill, scale_weights};
 use super::scores::change_row;
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Task};
@@ -136,7 +136,16 @@ pub(crate) unsafe fn run<V: Vector, E: Rows<V>, const N: usize>(
             let (lo, hi) = columns(t, base);
             let mut ahead;
             (ahead, next_task) = Ahead::after(t, base, &mut w);
+            let next_base = base + KEY_BLOCK;
+            let next = if next_base < t.unit.key_end {
+                Some((*t, next_base))
+            } else {
+                next_task.map(|task| t.other(task)).map(|other| (other, first_block(&other)))
+            };
             for head in 0..t.unit.kv_heads {
+                if let Some((next, base)) = next.filter(|(next, _)| head < next.unit.kv_heads) {
+                    ask::<V>(&next.of_head(head), base);
+                }
                 counts.scales += fill::<V>(&t.of_head(head), &w, base, (lo, hi)).runs;
                 counts.keys += (hi - lo) as u64;
                 counts.pairs += match kv {

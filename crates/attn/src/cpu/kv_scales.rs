@@ -5,6 +5,7 @@ use std::ops::Range;
 use suanpan_base::ScaleGrain;
 use suanpan_ledger::kernel::scale_runs;
 
+use super::ahead::columns;
 use super::softmax::Columns;
 use super::task::{Scratch, Task};
 use super::vector::Vector;
@@ -12,6 +13,7 @@ use crate::plan::{KEY_BLOCK, Plan};
 use crate::problem::KvLayout;
 use crate::run::Strides;
 use crate::scales::KvScales;
+use crate::workspace::LINE;
 
 /// A call's scales: raw starts and the strides of the grain.
 #[derive(Clone, Copy)]
@@ -33,6 +35,13 @@ impl Scales {
             v: given.v.as_ptr(),
             v_strides: crate::scales::strides_of(grain, given.v_strides),
         }
+    }
+
+    /// Where a run of keys has the scales of head `head`.
+    #[inline(always)]
+    fn of(&self, head: usize, (n, token, page): (usize, usize, usize)) -> (usize, *const f32, *const f32) {
+        let at = |s: Strides| page * s.page + token * s.token + head * s.head;
+        (n, self.k.wrapping_add(at(self.k_strides)), self.v.wrapping_add(at(self.v_strides)))
     }
 
     /// True when values have scales, too.
@@ -74,8 +83,8 @@ pub(crate) unsafe fn fill<V: Vector>(
             ScaleGrain::Token | ScaleGrain::Page => {
                 let mut taint = 0.0f32;
                 let mut col = lo;
-                while col < hi {
-                    let (n, k, v) = run(t, base + col..base + hi);
+                for run in t.runs(base + lo..base + hi) {
+                    let (n, k, v) = scales.of(t.kv_head, run);
                     copy::<V>(k, scales.k_strides.token, n, factor, w.k_scales.add(col));
                     taint += copy::<V>(v, scales.v_strides.token, n, 1.0, w.v_scales.add(col));
                     col += n;
@@ -96,14 +105,30 @@ fn runs(t: &Task<'_>, keys: Range<usize>) -> u64 {
     scale_runs(t.call.scales.grain, page_size, keys)
 }
 
-/// How many of the keys `keys` have evenly strided scales, and where the first of them has its scales.
+/// Asks for the scales of the task's head in the block at `base`, a whole block before they are needed: nobody else guesses them.
+///
+/// # Safety
+/// As `Vector`.
 #[inline(always)]
-unsafe fn run(t: &Task<'_>, keys: Range<usize>) -> (usize, *const f32, *const f32) {
-    let (run, token, page) = t.place(keys);
-    let s = &t.call.scales;
-    let at = |s: Strides| page * s.page + token * s.token + t.kv_head * s.head;
-    // SAFETY: a checked key.
-    unsafe { (run, s.k.add(at(s.k_strides)), s.v.add(at(s.v_strides))) }
+pub(crate) unsafe fn ask<V: Vector>(t: &Task<'_>, base: usize) {
+    let scales = &t.call.scales;
+    if !matches!(scales.grain, ScaleGrain::Token | ScaleGrain::Page) {
+        return;
+    }
+    let (lo, hi) = columns(t, base);
+    for run in t.runs(base + lo..base + hi) {
+        let (n, k, v) = scales.of(t.kv_head, run);
+        for (p, strides) in [(k, scales.k_strides), (v, scales.v_strides)] {
+            // Heads that share a line ask for it once.
+            if strides.head >= LINE || t.kv_head == t.unit.kv_head {
+                let keys_a_line = (LINE / strides.token.max(1)).max(1);
+                for i in (0..if strides.token == 0 { 1 } else { n }).step_by(keys_a_line) {
+                    // SAFETY: a prefetch never faults.
+                    unsafe { V::prefetch_near(p.wrapping_add(i * strides.token).cast()) };
+                }
+            }
+        }
+    }
 }
 
 #[inline(always)]

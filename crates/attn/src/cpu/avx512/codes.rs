@@ -17,7 +17,8 @@ use crate::cpu::element::{Elem, Int4Pair};
 use crate::cpu::softmax::Columns;
 use crate::cpu::task::{Counts, Scratch, Src, Task};
 use crate::cpu::vector::{MAX_LANES, Vector};
-use crate::plan::{KEY_BLOCK, Kernel};
+use crate::plan::{DIRECT_TASK_ROWS, KEY_BLOCK, Kernel};
+use crate::workspace::LINE;
 
 /// Bytes of a vector.
 const BYTES: usize = 64;
@@ -31,6 +32,8 @@ const WEIGHT_TOP: f32 = (1 << 22) as f32;
 const MAX_DIGITS: usize = 4;
 /// Words that are kept of a query row: what each digit's sums start at, and the step.
 const ROW_WORDS: usize = MAX_DIGITS + 1;
+/// Where the slot's k holds the digits of weights, in floats: behind the words of every row, on a cache line.
+const DIGITS_AT: usize = (DIRECT_TASK_ROWS * ROW_WORDS).next_multiple_of(LINE);
 
 /// An integer type: how many codes a byte holds and what is added to make them unsigned.
 trait Code: Elem {
@@ -135,35 +138,43 @@ rows_of_codes!(i8);
 rows_of_codes!(Int4Pair);
 
 /// Lays a query row out as digits: plane after plane in the row's place, bytes in the order in which keys meet them.
+#[inline(always)]
 unsafe fn query_row<C: Code>(t: &Task<'_>, w: &Scratch<'_>, row: usize, at: usize) {
     let (d, digits) = (t.call.heads.head_dim_qk, query_digits(t));
-    // SAFETY: a row of the slot holds MAX_DIGITS bytes an element, zeros a row of floats, k the words of every row.
+    // SAFETY: a row of the slot holds MAX_DIGITS bytes an element, zeros a padded row of floats, k the words of every row.
     unsafe {
-        t.load_query(row, w.zeros, 1);
-        let q = std::slice::from_raw_parts(w.zeros, d);
+        let q = w.zeros;
+        t.load_query(row, q, 1);
+        std::ptr::write_bytes(q.add(d), 0, w.q_stride - d);
         // As integers, sizes of floats are in order, and NaN stands last.
-        let top = f32::from_bits(q.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0));
+        let mut sizes = _mm512_setzero_si512();
+        for i in (0..d).step_by(Zmm::LANES) {
+            let bits = _mm512_castps_si512(Zmm::load(q.add(i)).0);
+            sizes = _mm512_max_epu32(sizes, _mm512_and_si512(bits, _mm512_set1_epi32(i32::MAX)));
+        }
+        let top = f32::from_bits(_mm512_reduce_max_epu32(sizes));
         let exponent = ((top.to_bits() >> 23) as i32).max(1) - 127;
-        let step = if top == 0.0 { 0.0 } else { 2f64.powi(exponent + 3 - 8 * digits as i32) };
-        let inverse = if step == 0.0 { 0.0 } else { 1.0 / step };
+        let power = exponent + 3 - 8 * digits as i32;
         let planes: *mut i8 = w.q.add(at * w.q_stride).cast();
-        std::ptr::write_bytes(planes, 0, MAX_DIGITS * w.q_stride);
-        let mut sums = [0i32; MAX_DIGITS];
-        for (i, &x) in q.iter().enumerate() {
-            let mut rest = (f64::from(x) * inverse).round_ties_even() as i32;
-            let place = if C::PER_BYTE == 1 { i } else { i / 8 * 8 + i % 2 * 4 + i % 8 / 2 };
-            for (digit, sum) in sums[..digits].iter_mut().enumerate() {
-                let low = rest as i8;
-                rest = (rest - i32::from(low)) >> 8;
-                *planes.add(digit * w.q_stride + place) = low;
-                *sum += i32::from(low);
+        let mut sums = [_mm512_setzero_si512(); MAX_DIGITS];
+        for i in (0..w.q_stride).step_by(Zmm::LANES) {
+            let x = _mm512_scalef_ps(Zmm::load(q.add(i)).0, _mm512_set1_ps(-power as f32));
+            let mut rest = _mm512_cvtps_epi32(x);
+            for digit in 0..digits {
+                let bytes = _mm512_cvtepi32_epi8(rest);
+                sums[digit] = _mm512_add_epi32(sums[digit], _mm512_cvtepi8_epi32(bytes));
+                rest = _mm512_srai_epi32::<8>(_mm512_add_epi32(rest, _mm512_set1_epi32(128)));
+                // Keys' low halves meet even elements, four at a time, high halves odd ones.
+                let halves = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+                let bytes = if C::PER_BYTE == 1 { bytes } else { _mm_shuffle_epi8(bytes, halves) };
+                _mm_storeu_si128(planes.add(digit * w.q_stride + i).cast(), bytes);
             }
         }
         let words: *mut i32 = w.k.add(at * ROW_WORDS).cast();
-        for (i, sum) in sums.into_iter().enumerate() {
-            *words.add(i) = -C::OFFSET * sum;
+        for digit in 0..MAX_DIGITS {
+            *words.add(digit) = -C::OFFSET * _mm512_reduce_add_epi32(sums[digit]);
         }
-        let step = if top.is_finite() { step as f32 } else { f32::NAN };
+        let step = if top.is_finite() { 2f64.powi(power) as f32 } else { f32::NAN };
         *words.add(MAX_DIGITS) = step.to_bits() as i32;
     }
 }
@@ -280,12 +291,11 @@ unsafe fn join<const D: usize>(digits: [__m512i; D]) -> Zmm {
     }
 }
 
-/// The weights of a block as digits.
+/// The weights of a block: four digits (the last one 0) of four keys in 16 bytes, digit by digit, in the slot.
 struct Weights<const R: usize> {
-    /// Digit planes of KEY_BLOCK bytes.
-    planes: [[[i8; KEY_BLOCK]; WEIGHT_DIGITS]; R],
+    digits: *const i32,
     /// What each digit's sums start at.
-    start: [[i32; WEIGHT_DIGITS]; R],
+    start: [[i32; 4]; R],
     step: [f32; R],
 }
 
@@ -325,8 +335,7 @@ unsafe fn add_values<C: Code, const R: usize>(
                     };
                     for r in 0..R {
                         for i in 0..WEIGHT_DIGITS {
-                            let p: *const i32 = weights.planes[r][i].as_ptr().add(4 * g).cast();
-                            let p = _mm512_set1_epi32(p.read_unaligned());
+                            let p = _mm512_set1_epi32(*weights.digits.add((r * GROUPS + g) * 4 + i));
                             acc[r][0][i] = _mm512_dpbusd_epi32(acc[r][0][i], a, p);
                             acc[r][1][i] = _mm512_dpbusd_epi32(acc[r][1][i], b, p);
                         }
@@ -351,21 +360,22 @@ unsafe fn add_values<C: Code, const R: usize>(
 /// The weights of R rows over columns `lo .. hi`, each row in steps of its largest weight; nothing outside.
 #[inline(always)]
 unsafe fn weight_digits<C: Code, const R: usize>(w: &Scratch<'_>, (lo, hi): (usize, usize)) -> Weights<R> {
-    let mut weights = Weights {
-        planes: [[[0; KEY_BLOCK]; WEIGHT_DIGITS]; R],
-        start: [[0; WEIGHT_DIGITS]; R],
-        step: [0.0; R],
-    };
-    let (from, to) = (lo / Zmm::LANES * Zmm::LANES, hi.next_multiple_of(Zmm::LANES));
-    // SAFETY: a row of weights has KEY_BLOCK columns.
+    // SAFETY: a row of weights has KEY_BLOCK columns; the slot's k holds a digit of 4 bytes a column and row behind the words.
     unsafe {
+        let digits: *mut i32 = w.k.add(DIGITS_AT).cast();
+        let mut weights = Weights { digits, start: [[0; 4]; R], step: [0.0; R] };
+        let (from, to) = (lo / Zmm::LANES * Zmm::LANES, hi.next_multiple_of(Zmm::LANES));
+        // Four keys' digits side by side: bytes of 4 x 4, transposed in each lane.
+        let turn =
+            _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+        let middle = _mm512_set1_epi32(0x0080_8080);
+        let offsets = _mm512_set1_epi8(C::OFFSET as i8);
         for r in 0..R {
             let s = w.s.add(r * KEY_BLOCK);
             let mut sizes = _mm512_setzero_si512();
             for col in (from..to).step_by(Zmm::LANES) {
                 let bits = _mm512_castps_si512(Zmm::load(s.add(col)).0);
-                let inside = low(hi - col) & !low(lo.saturating_sub(col));
-                let size = _mm512_maskz_and_epi32(inside, bits, _mm512_set1_epi32(0x7fff_ffff));
+                let size = _mm512_maskz_and_epi32(inside(col, (lo, hi)), bits, _mm512_set1_epi32(i32::MAX));
                 sizes = _mm512_max_epu32(sizes, size);
             }
             let top = f32::from_bits(_mm512_reduce_max_epu32(sizes));
@@ -373,28 +383,29 @@ unsafe fn weight_digits<C: Code, const R: usize>(w: &Scratch<'_>, (lo, hi): (usi
             // Two factors, so that neither overflows for the smallest weights.
             let first = if top < 1e-18 { 1e24 } else { 1.0 };
             let second = if top > 0.0 { WEIGHT_TOP / (top * first) } else { 0.0 };
-            let mut sums = [_mm512_setzero_si512(); WEIGHT_DIGITS];
+            let mut sums = _mm512_setzero_si512();
             for col in (from..to).step_by(Zmm::LANES) {
                 let x = Zmm::load(s.add(col)).mul(Zmm::splat(first)).mul(Zmm::splat(second));
-                let inside = low(hi - col) & !low(lo.saturating_sub(col));
-                let mut rest = _mm512_maskz_cvtps_epi32(inside, x.0);
-                for i in 0..WEIGHT_DIGITS {
-                    let plane = weights.planes[r][i].as_mut_ptr().add(col);
-                    _mm_storeu_si128(plane.cast(), _mm512_cvtepi32_epi8(rest));
-                    sums[i] = _mm512_add_epi32(sums[i], rest);
-                    rest = _mm512_srai_epi32::<8>(_mm512_add_epi32(rest, _mm512_set1_epi32(128)));
-                }
+                let x = _mm512_maskz_cvtps_epi32(inside(col, (lo, hi)), x.0);
+                // Unsigned bytes of x + 128 · (1 + 256 + 65536), less 128 each: digits from -128 to 127 whose sum is x.
+                let x = _mm512_xor_si512(_mm512_add_epi32(x, middle), middle);
+                let x = _mm512_shuffle_epi8(x, turn);
+                _mm512_store_si512(digits.add(r * KEY_BLOCK + col).cast(), x);
+                sums = _mm512_dpbusd_epi32(sums, offsets, x);
             }
-            // A rest is its lowest digit and 256 times the next rest.
-            let mut above = 0;
-            for i in (0..WEIGHT_DIGITS).rev() {
-                let sum = _mm512_reduce_add_epi32(sums[i]);
-                weights.start[r][i] = -C::OFFSET * (sum - 256 * above);
-                above = sum;
-            }
+            // Lane 4 i + j: what the offset adds to digit j's sums.
+            let sums = _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64::<1>(sums));
+            let sums = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256::<1>(sums));
+            _mm_storeu_si128(weights.start[r].as_mut_ptr().cast(), _mm_sub_epi32(_mm_setzero_si128(), sums));
         }
+        weights
     }
-    weights
+}
+
+/// The lanes at columns `col ..` that stand in `lo .. hi`.
+#[inline(always)]
+fn inside(col: usize, (lo, hi): (usize, usize)) -> __mmask16 {
+    low(hi - col) & !low(lo.saturating_sub(col))
 }
 
 /// Bytes `chunk` of the value rows, four rows side by side: vector z of four, then group of rows.
