@@ -81,15 +81,17 @@ pub(crate) unsafe fn fill<V: Vector>(
                 splat::<V>(w.v_scales, *scales.v.add(t.kv_head * scales.v_strides.head));
             }
             ScaleGrain::Token | ScaleGrain::Page => {
-                let mut taint = 0.0f32;
+                let mut taint = V::splat(0.0);
                 let mut col = lo;
                 for run in t.runs(base + lo..base + hi) {
                     let (n, k, v) = scales.of(t.kv_head, run);
+                    // Keys' scales reach their own scores alone.
                     copy::<V>(k, scales.k_strides.token, n, factor, w.k_scales.add(col));
-                    taint += copy::<V>(v, scales.v_strides.token, n, 1.0, w.v_scales.add(col));
+                    let tainted = copy::<V>(v, scales.v_strides.token, n, 1.0, w.v_scales.add(col));
+                    taint = taint.add(tainted);
                     col += n;
                 }
-                return Filled { runs: runs(t, base + lo..base + hi), finite: taint == 0.0 };
+                return Filled { runs: runs(t, base + lo..base + hi), finite: taint.reduce_add() == 0.0 };
             }
         }
     }
@@ -139,31 +141,30 @@ unsafe fn splat<V: Vector>(to: *mut f32, x: f32) {
     }
 }
 
-/// Copies `n` floats, `step` apart, times `factor`. Returns 0 where all of them are finite, else NaN.
+/// Copies `n` scales, `step` apart, times `factor`; a negative one is no scale and becomes NaN. Returns lanes of 0 where all of them are finite, else some NaN.
 #[inline(always)]
-unsafe fn copy<V: Vector>(from: *const f32, step: usize, n: usize, factor: f32, to: *mut f32) -> f32 {
+unsafe fn copy<V: Vector>(from: *const f32, step: usize, n: usize, factor: f32, to: *mut f32) -> V {
     // SAFETY: forwarded.
     unsafe {
-        let (mut i, mut taint) = (0, 0.0);
-        if step == 1 {
-            let zero = V::splat(0.0);
-            let mut lanes = zero;
-            while i + V::LANES <= n {
-                let x = V::load(from.add(i));
-                // x * 0 is 0 for finite x and NaN otherwise.
-                lanes = x.fma(zero, lanes);
-                x.mul(V::splat(factor)).store(to.add(i));
-                i += V::LANES;
-            }
-            taint = lanes.reduce_add();
+        let (zero, mut i) = (V::splat(0.0), 0);
+        let mut taint = zero;
+        while step == 1 && i + V::LANES <= n {
+            let x = V::load(from.add(i));
+            let x = x.if_less(zero, V::splat(f32::NAN), x);
+            // x * 0 is 0 for finite x and NaN otherwise.
+            taint = x.fma(zero, taint);
+            x.mul(V::splat(factor)).store(to.add(i));
+            i += V::LANES;
         }
+        let mut rest = 0.0;
         while i < n {
             let x = *from.add(i * step);
-            taint += x * 0.0;
+            let x = if x < 0.0 { f32::NAN } else { x };
+            rest += x * 0.0;
             *to.add(i) = x * factor;
             i += 1;
         }
-        taint
+        taint.add(V::splat(rest))
     }
 }
 

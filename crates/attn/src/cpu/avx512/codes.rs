@@ -2,9 +2,10 @@
 //!
 //! ```text
 //! q row     -> step · (d0 + 256 d1 + ..), signed bytes         K: 16 rows as dwords, transposed -> lanes are keys
-//! weights   -> step · (d0 + 256 d1 + 65536 d2) a block         V: 4 rows, bytes side by side    -> lanes are columns
+//! weights   -> step · (d0 + 256 d1 + ..), bytes, a block       V: 4 rows, bytes side by side    -> lanes are columns
 //! ```
-//! Stored codes enter as unsigned bytes, 128 (8 for int4) too large; accumulators start at what that adds, so sums are exact integers.
+//! One side of a product is unsigned. Keys enter 128 (int4: 8) too large, and sums start at what that adds; weights are unsigned by nature,
+//! and values of int4 enter 16 times too large, in the upper halves of bytes. All sums are exact integers.
 
 use std::arch::x86_64::*;
 
@@ -24,10 +25,6 @@ use crate::workspace::LINE;
 const BYTES: usize = 64;
 /// Groups of four keys of a block.
 const GROUPS: usize = KEY_BLOCK / 4;
-/// Digits of a weight. Three: a weight is off by at most 2^-23 of the block's largest one.
-const WEIGHT_DIGITS: usize = 3;
-/// The largest weight of a block in units of the last digit: a power of two, so that it comes back exactly.
-const WEIGHT_TOP: f32 = (1 << 22) as f32;
 /// Most digits of a query element.
 const MAX_DIGITS: usize = 4;
 /// Words that are kept of a query row: what each digit's sums start at, and the step.
@@ -35,24 +32,30 @@ const ROW_WORDS: usize = MAX_DIGITS + 1;
 /// Where the slot's k holds the digits of weights, in floats: behind the words of every row, on a cache line.
 const DIGITS_AT: usize = (DIRECT_TASK_ROWS * ROW_WORDS).next_multiple_of(LINE);
 
-/// An integer type: how many codes a byte holds and what is added to make them unsigned.
+/// An integer type.
 trait Code: Elem {
+    /// Codes a byte.
     const PER_BYTE: usize;
+    /// What is added to keys to make them unsigned.
     const OFFSET: i32;
     /// The same on every byte of a lane, as an exclusive or.
     const FLIP: i32;
+    /// What values are multiplied by.
+    const VALUE: f32;
 }
 
 impl Code for i8 {
     const PER_BYTE: usize = 1;
     const OFFSET: i32 = 128;
     const FLIP: i32 = 0x8080_8080u32 as i32;
+    const VALUE: f32 = 1.0;
 }
 
 impl Code for Int4Pair {
     const PER_BYTE: usize = 2;
     const OFFSET: i32 = 8;
     const FLIP: i32 = 0x8888_8888u32 as i32;
+    const VALUE: f32 = 16.0;
 }
 
 /// True for tasks that `run` takes: integers, few rows, value rows of whole vectors.
@@ -78,6 +81,12 @@ pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
             _ => unreachable!("fits was asked"),
         }
     }
+}
+
+/// Two digits leave a weight off by at most 2^-16 of the block's largest, a whole block of them by half a unit of a bf16 output; three by
+/// 2^-24 each, as f32 would.
+fn weight_digits_of(t: &Task<'_>) -> usize {
+    if t.call.plan.problem.q_dtype == DType::Bf16 { 2 } else { 3 }
 }
 
 /// Three digits hold every bf16 down to 2^-14 of the row's largest exactly, four every f32 to 2^-30 of it.
@@ -128,7 +137,13 @@ macro_rules! rows_of_codes {
                 keys: (usize, usize),
             ) {
                 // SAFETY: forwarded.
-                unsafe { add_values::<$code, R>(t, w, h, ahead, keys) }
+                unsafe {
+                    if weight_digits_of(t) == 2 {
+                        add_values::<$code, R, 2>(t, w, h, ahead, keys);
+                    } else {
+                        add_values::<$code, R, 3>(t, w, h, ahead, keys);
+                    }
+                }
             }
         }
     };
@@ -179,7 +194,7 @@ unsafe fn query_row<C: Code>(t: &Task<'_>, w: &Scratch<'_>, row: usize, at: usiz
     }
 }
 
-/// A code's bytes as unsigned ones.
+/// Bytes of keys as unsigned ones.
 #[inline(always)]
 unsafe fn unsigned<C: Code>(p: *const C, bytes: usize) -> __m512i {
     // SAFETY: masked bytes are not touched.
@@ -234,10 +249,13 @@ unsafe fn dot_block<C: Code, const R: usize, const D: usize>(
                     block[i] = Zmm(_mm512_castsi512_ps(unsigned::<C>(p, n)));
                 }
                 Zmm::transpose(&mut block);
-                for (lane, x) in block.iter().enumerate().take(n.div_ceil(4)) {
-                    ahead.ask::<Zmm>(w, 1);
+                // In pairs: bytes past a row are zeros of q.
+                for lane in (0..n.div_ceil(4)).step_by(2) {
+                    ahead.ask::<Zmm>(w, 2);
                     let q = q.add((byte + lane * 4) * C::PER_BYTE);
-                    multiply::<C, R, D>(&mut acc, _mm512_castps_si512(x.0), q, w.q_stride);
+                    multiply::<C, R, D>(&mut acc, _mm512_castps_si512(block[lane].0), q, w.q_stride);
+                    let q = q.add(4 * C::PER_BYTE);
+                    multiply::<C, R, D>(&mut acc, _mm512_castps_si512(block[lane + 1].0), q, w.q_stride);
                 }
                 byte += BYTES;
             }
@@ -291,17 +309,16 @@ unsafe fn join<const D: usize>(digits: [__m512i; D]) -> Zmm {
     }
 }
 
-/// The weights of a block: four digits (the last one 0) of four keys in 16 bytes, digit by digit, in the slot.
+/// The weights of a block in the slot: four digits of four keys in 16 bytes, digit by digit; those past `D` are 0.
 struct Weights<const R: usize> {
     digits: *const i32,
-    /// What each digit's sums start at.
-    start: [[i32; 4]; R],
+    /// What a unit of the last digit is worth.
     step: [f32; R],
 }
 
 /// o = alpha·o + p·v for R rows and keys `lo .. hi` of the block.
 #[inline(always)]
-unsafe fn add_values<C: Code, const R: usize>(
+unsafe fn add_values<C: Code, const R: usize, const D: usize>(
     t: &Task<'_>,
     w: &Scratch<'_>,
     h: Head<C>,
@@ -309,46 +326,43 @@ unsafe fn add_values<C: Code, const R: usize>(
     (lo, hi): (usize, usize),
 ) {
     let chunks = t.call.heads.head_dim_v / (BYTES * C::PER_BYTE);
+    // Whole vectors of weights: groups beside the keys have weights 0.
+    let groups = (lo / Zmm::LANES * 4, hi.div_ceil(Zmm::LANES) * 4);
     // SAFETY: checked offsets; v holds a block of rows; o rows are chunks of whole vectors.
     unsafe {
-        let weights = weight_digits::<C, R>(w, (lo, hi));
-        let groups = (lo / 4, hi.div_ceil(4));
+        let weights = weight_digits::<R, D>(w, (lo, hi));
         for chunk in 0..chunks {
             interleave::<C>(w, h, chunk, (lo, hi));
             // Two vectors of columns at a time: both halves of one vector of bytes, or two of bytes.
             for pair in 0..2 * C::PER_BYTE {
-                let mut acc = [[[_mm512_setzero_si512(); WEIGHT_DIGITS]; 2]; R];
-                for r in 0..R {
-                    for i in 0..WEIGHT_DIGITS {
-                        let start = _mm512_set1_epi32(weights.start[r][i]);
-                        (acc[r][0][i], acc[r][1][i]) = (start, start);
-                    }
-                }
+                let mut acc = [[[_mm512_setzero_si512(); D]; 2]; R];
                 let v: *const __m512i = w.v.cast();
-                for g in groups.0..groups.1 {
-                    ahead.ask::<Zmm>(w, 2 / C::PER_BYTE);
-                    let (a, b) = if C::PER_BYTE == 1 {
-                        let v = v.add(2 * pair * GROUPS + g);
-                        (*v, *v.add(GROUPS))
-                    } else {
-                        halves(*v.add(pair * GROUPS + g))
-                    };
-                    for r in 0..R {
-                        for i in 0..WEIGHT_DIGITS {
-                            let p = _mm512_set1_epi32(*weights.digits.add((r * GROUPS + g) * 4 + i));
-                            acc[r][0][i] = _mm512_dpbusd_epi32(acc[r][0][i], a, p);
-                            acc[r][1][i] = _mm512_dpbusd_epi32(acc[r][1][i], b, p);
+                for g in (groups.0..groups.1).step_by(2) {
+                    ahead.ask::<Zmm>(w, 4 / C::PER_BYTE);
+                    for g in [g, g + 1] {
+                        let (a, b) = if C::PER_BYTE == 1 {
+                            let v = v.add(2 * pair * GROUPS + g);
+                            (*v, *v.add(GROUPS))
+                        } else {
+                            let (x, upper) =
+                                (*v.add(pair * GROUPS + g), _mm512_set1_epi32(0xf0f0_f0f0u32 as i32));
+                            (_mm512_and_si512(_mm512_slli_epi32::<4>(x), upper), _mm512_and_si512(x, upper))
+                        };
+                        for r in 0..R {
+                            for i in 0..D {
+                                let p = _mm512_set1_epi32(*weights.digits.add((r * GROUPS + g) * 4 + i));
+                                acc[r][0][i] = _mm512_dpbusd_epi32(acc[r][0][i], p, a);
+                                acc[r][1][i] = _mm512_dpbusd_epi32(acc[r][1][i], p, b);
+                            }
                         }
                     }
                 }
                 for r in 0..R {
                     let alpha = Zmm::splat(*w.alpha.add(h.row + r));
-                    let step = Zmm::splat(weights.step[r]);
-                    let o = w
-                        .o
-                        .add((h.row + r) * w.o_stride + chunk * BYTES * C::PER_BYTE + pair * 2 * Zmm::LANES);
+                    let step = Zmm::splat(weights.step[r] / C::VALUE);
+                    let at = chunk * BYTES * C::PER_BYTE + pair * 2 * Zmm::LANES;
                     for (half, digits) in acc[r].into_iter().enumerate() {
-                        let o = o.add(half * Zmm::LANES);
+                        let o = w.o.add((h.row + r) * w.o_stride + at + half * Zmm::LANES);
                         join(digits).fma(step, Zmm::load(o).mul(alpha)).store(o);
                     }
                 }
@@ -359,44 +373,39 @@ unsafe fn add_values<C: Code, const R: usize>(
 
 /// The weights of R rows over columns `lo .. hi`, each row in steps of its largest weight; nothing outside.
 #[inline(always)]
-unsafe fn weight_digits<C: Code, const R: usize>(w: &Scratch<'_>, (lo, hi): (usize, usize)) -> Weights<R> {
-    // SAFETY: a row of weights has KEY_BLOCK columns; the slot's k holds a digit of 4 bytes a column and row behind the words.
+unsafe fn weight_digits<const R: usize, const D: usize>(
+    w: &Scratch<'_>,
+    (lo, hi): (usize, usize),
+) -> Weights<R> {
+    // The largest weight in units of the last digit: a power of two, so that it comes back exactly.
+    let most = (1u32 << (8 * D - 1)) as f32;
+    // SAFETY: a row of weights has KEY_BLOCK columns; the slot's k holds 4 bytes a column and row behind the words.
     unsafe {
         let digits: *mut i32 = w.k.add(DIGITS_AT).cast();
-        let mut weights = Weights { digits, start: [[0; 4]; R], step: [0.0; R] };
+        let mut weights = Weights { digits, step: [0.0; R] };
         let (from, to) = (lo / Zmm::LANES * Zmm::LANES, hi.next_multiple_of(Zmm::LANES));
         // Four keys' digits side by side: bytes of 4 x 4, transposed in each lane.
         let turn =
             _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-        let middle = _mm512_set1_epi32(0x0080_8080);
-        let offsets = _mm512_set1_epi8(C::OFFSET as i8);
         for r in 0..R {
             let s = w.s.add(r * KEY_BLOCK);
             let mut sizes = _mm512_setzero_si512();
             for col in (from..to).step_by(Zmm::LANES) {
                 let bits = _mm512_castps_si512(Zmm::load(s.add(col)).0);
+                // As integers, sizes of floats are in order, and NaN stands last.
                 let size = _mm512_maskz_and_epi32(inside(col, (lo, hi)), bits, _mm512_set1_epi32(i32::MAX));
                 sizes = _mm512_max_epu32(sizes, size);
             }
             let top = f32::from_bits(_mm512_reduce_max_epu32(sizes));
-            weights.step[r] = if top.is_finite() { top / WEIGHT_TOP } else { f32::NAN };
+            weights.step[r] = if top.is_finite() { top / most } else { f32::NAN };
             // Two factors, so that neither overflows for the smallest weights.
             let first = if top < 1e-18 { 1e24 } else { 1.0 };
-            let second = if top > 0.0 { WEIGHT_TOP / (top * first) } else { 0.0 };
-            let mut sums = _mm512_setzero_si512();
+            let second = if top > 0.0 { most / (top * first) } else { 0.0 };
             for col in (from..to).step_by(Zmm::LANES) {
                 let x = Zmm::load(s.add(col)).mul(Zmm::splat(first)).mul(Zmm::splat(second));
                 let x = _mm512_maskz_cvtps_epi32(inside(col, (lo, hi)), x.0);
-                // Unsigned bytes of x + 128 · (1 + 256 + 65536), less 128 each: digits from -128 to 127 whose sum is x.
-                let x = _mm512_xor_si512(_mm512_add_epi32(x, middle), middle);
-                let x = _mm512_shuffle_epi8(x, turn);
-                _mm512_store_si512(digits.add(r * KEY_BLOCK + col).cast(), x);
-                sums = _mm512_dpbusd_epi32(sums, offsets, x);
+                _mm512_store_si512(digits.add(r * KEY_BLOCK + col).cast(), _mm512_shuffle_epi8(x, turn));
             }
-            // Lane 4 i + j: what the offset adds to digit j's sums.
-            let sums = _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64::<1>(sums));
-            let sums = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256::<1>(sums));
-            _mm_storeu_si128(weights.start[r].as_mut_ptr().cast(), _mm_sub_epi32(_mm_setzero_si128(), sums));
         }
         weights
     }
@@ -419,7 +428,7 @@ unsafe fn interleave<C: Code>(w: &Scratch<'_>, h: Head<C>, chunk: usize, (lo, hi
             for i in 0..4 {
                 let key = (4 * g + i).clamp(lo, hi - 1);
                 let at = *w.v_off.get_unchecked(key) + chunk * BYTES * C::PER_BYTE;
-                x[i] = unsigned::<C>(C::at(h.v, at), BYTES);
+                x[i] = _mm512_loadu_si512(C::at(h.v, at).cast());
             }
             let (ab, cd) = (_mm512_unpacklo_epi8(x[0], x[1]), _mm512_unpacklo_epi8(x[2], x[3]));
             *to.add(g) = _mm512_unpacklo_epi16(ab, cd);
