@@ -11,6 +11,7 @@ mod check;
 pub mod cpu;
 pub mod plan;
 pub mod problem;
+pub mod quant;
 pub mod reference;
 pub mod run;
 pub mod scales;

@@ -141,7 +141,7 @@ unsafe fn splat<V: Vector>(to: *mut f32, x: f32) {
     }
 }
 
-/// Copies `n` scales, `step` apart, times `factor`; a negative one is no scale and becomes NaN. Returns lanes of 0 where all of them are finite, else some NaN.
+/// Copies `n` scales, `step` apart, times `factor`; what is negative or not finite is no scale and becomes NaN. Returns lanes of 0 where all of them are finite, else some NaN.
 #[inline(always)]
 unsafe fn copy<V: Vector>(from: *const f32, step: usize, n: usize, factor: f32, to: *mut f32) -> V {
     // SAFETY: forwarded.
@@ -150,8 +150,9 @@ unsafe fn copy<V: Vector>(from: *const f32, step: usize, n: usize, factor: f32, 
         let mut taint = zero;
         while step == 1 && i + V::LANES <= n {
             let x = V::load(from.add(i));
-            let x = x.if_less(zero, V::splat(f32::NAN), x);
             // x * 0 is 0 for finite x and NaN otherwise.
+            let x = x.fma(zero, x);
+            let x = x.if_less(zero, V::splat(f32::NAN), x);
             taint = x.fma(zero, taint);
             x.mul(V::splat(factor)).store(to.add(i));
             i += V::LANES;
@@ -159,7 +160,7 @@ unsafe fn copy<V: Vector>(from: *const f32, step: usize, n: usize, factor: f32, 
         let mut rest = 0.0;
         while i < n {
             let x = *from.add(i * step);
-            let x = if x < 0.0 { f32::NAN } else { x };
+            let x = if x >= 0.0 && x < f32::INFINITY { x } else { f32::NAN };
             rest += x * 0.0;
             *to.add(i) = x * factor;
             i += 1;
