@@ -27,6 +27,8 @@ const BYTES: usize = 64;
 const GROUPS: usize = KEY_BLOCK / 4;
 /// Most digits of a query element.
 const MAX_DIGITS: usize = 4;
+/// Words from a step's digits to the next step's: four rows of them.
+const STEP: usize = 4 * MAX_DIGITS;
 /// Words that are kept of a query row: what each digit's sums start at, and the step.
 const ROW_WORDS: usize = MAX_DIGITS + 1;
 /// Where the slot's k holds the digits of weights, in floats: behind the words of every row, on a cache line.
@@ -152,11 +154,19 @@ macro_rules! rows_of_codes {
 rows_of_codes!(i8);
 rows_of_codes!(Int4Pair);
 
-/// Lays a query row out as digits: plane after plane in the row's place, bytes in the order in which keys meet them.
+/// Where digit 0 of the first four bytes of the query row at `at` stands; the same of the next bytes is `STEP` further, the other digits
+/// behind it. Four rows lie interleaved, so that one step's operands of all of them are one cache line.
+#[inline(always)]
+unsafe fn query_digits_at(w: &Scratch<'_>, at: usize) -> *mut i32 {
+    // SAFETY: four rows of the slot hold four digits of 4 bytes for each four bytes of each row.
+    unsafe { w.q.add(at / 4 * 4 * w.q_stride).cast::<i32>().add(at % 4 * MAX_DIGITS) }
+}
+
+/// Lays a query row out as digits, bytes in the order in which keys meet them.
 #[inline(always)]
 unsafe fn query_row<C: Code>(t: &Task<'_>, w: &Scratch<'_>, row: usize, at: usize) {
     let (d, digits) = (t.call.heads.head_dim_qk, query_digits(t));
-    // SAFETY: a row of the slot holds MAX_DIGITS bytes an element, zeros a padded row of floats, k the words of every row.
+    // SAFETY: zeros holds a padded row of floats, k the words of every row.
     unsafe {
         let q = w.zeros;
         t.load_query(row, q, 1);
@@ -170,7 +180,7 @@ unsafe fn query_row<C: Code>(t: &Task<'_>, w: &Scratch<'_>, row: usize, at: usiz
         let top = f32::from_bits(_mm512_reduce_max_epu32(sizes));
         let exponent = ((top.to_bits() >> 23) as i32).max(1) - 127;
         let power = exponent + 3 - 8 * digits as i32;
-        let planes: *mut i8 = w.q.add(at * w.q_stride).cast();
+        let place = query_digits_at(w, at);
         let mut sums = [_mm512_setzero_si512(); MAX_DIGITS];
         for i in (0..w.q_stride).step_by(Zmm::LANES) {
             let x = _mm512_scalef_ps(Zmm::load(q.add(i)).0, _mm512_set1_ps(-power as f32));
@@ -182,7 +192,11 @@ unsafe fn query_row<C: Code>(t: &Task<'_>, w: &Scratch<'_>, row: usize, at: usiz
                 // Keys' low halves meet even elements, four at a time, high halves odd ones.
                 let halves = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
                 let bytes = if C::PER_BYTE == 1 { bytes } else { _mm_shuffle_epi8(bytes, halves) };
-                _mm_storeu_si128(planes.add(digit * w.q_stride + i).cast(), bytes);
+                let mut fours = [0i32; 4];
+                _mm_storeu_si128(fours.as_mut_ptr().cast(), bytes);
+                for (four, x) in fours.into_iter().enumerate() {
+                    *place.add((i / 4 + four) * STEP + digit) = x;
+                }
             }
         }
         let words: *mut i32 = w.k.add(at * ROW_WORDS).cast();
@@ -230,16 +244,21 @@ unsafe fn dot_block<C: Code, const R: usize, const D: usize>(
     let row_bytes = t.call.heads.head_dim_qk.div_ceil(C::PER_BYTE);
     // SAFETY: checked offsets, also beside the task's keys; within the slot's parts.
     unsafe {
-        let q: *const u8 = w.q.add(h.row * w.q_stride).cast();
+        let mut rows = [std::ptr::null::<i32>(); R];
+        for r in 0..R {
+            rows[r] = query_digits_at(w, h.row + r);
+        }
         let words: *const i32 = w.k.add(h.row * ROW_WORDS).cast();
         let mut col = cols.from;
         while col < cols.to {
-            let mut acc = [[_mm512_setzero_si512(); D]; R];
+            // Low and high halves of bytes apart: two short chains of sums instead of a long one.
+            let mut acc = [[[_mm512_setzero_si512(); D]; 2]; R];
             for r in 0..R {
                 for i in 0..D {
-                    acc[r][i] = _mm512_set1_epi32(*words.add(r * ROW_WORDS + i));
+                    acc[r][0][i] = _mm512_set1_epi32(*words.add(r * ROW_WORDS + i));
                 }
             }
+            let mut q = rows;
             let mut byte = 0;
             while byte < row_bytes {
                 let n = (row_bytes - byte).min(BYTES);
@@ -252,17 +271,18 @@ unsafe fn dot_block<C: Code, const R: usize, const D: usize>(
                 // In pairs: bytes past a row are zeros of q.
                 for lane in (0..n.div_ceil(4)).step_by(2) {
                     ahead.ask::<Zmm>(w, 2);
-                    let q = q.add((byte + lane * 4) * C::PER_BYTE);
-                    multiply::<C, R, D>(&mut acc, _mm512_castps_si512(block[lane].0), q, w.q_stride);
-                    let q = q.add(4 * C::PER_BYTE);
-                    multiply::<C, R, D>(&mut acc, _mm512_castps_si512(block[lane + 1].0), q, w.q_stride);
+                    multiply::<C, R, D>(&mut acc, _mm512_castps_si512(block[lane].0), &q, 0);
+                    multiply::<C, R, D>(&mut acc, _mm512_castps_si512(block[lane + 1].0), &q, 1);
+                    for r in 0..R {
+                        q[r] = q[r].add(2 * C::PER_BYTE * STEP);
+                    }
                 }
                 byte += BYTES;
             }
             let scales = Zmm::load(w.k_scales.add(col));
             for r in 0..R {
                 let step = f32::from_bits(*words.add(r * ROW_WORDS + MAX_DIGITS) as u32);
-                let s = join(acc[r]).mul(Zmm::splat(step)).mul(scales);
+                let s = join(both(acc[r])).mul(Zmm::splat(step)).mul(scales);
                 s.store(w.s.add(r * KEY_BLOCK + col));
             }
             col += Zmm::LANES;
@@ -270,30 +290,40 @@ unsafe fn dot_block<C: Code, const R: usize, const D: usize>(
     }
 }
 
-/// Four bytes of sixteen keys times all digits of R rows.
+/// Four bytes of sixteen keys, the step `step` from those that `q` stands at, times all digits of R rows.
 #[inline(always)]
 unsafe fn multiply<C: Code, const R: usize, const D: usize>(
-    acc: &mut [[__m512i; D]; R],
+    acc: &mut [[[__m512i; D]; 2]; R],
     x: __m512i,
-    q: *const u8,
-    plane: usize,
+    q: &[*const i32; R],
+    step: usize,
 ) {
-    // SAFETY: rows of q are MAX_DIGITS planes.
+    // SAFETY: rows of q hold a step for each four bytes of each half.
     unsafe {
         let (low, high) = if C::PER_BYTE == 1 { (x, x) } else { halves(x) };
         for r in 0..R {
             for i in 0..D {
-                let q: *const i32 = q.add((r * MAX_DIGITS + i) * plane).cast();
+                let q = q[r].add(step * C::PER_BYTE * STEP + i);
                 if C::PER_BYTE == 1 {
-                    acc[r][i] = _mm512_dpbusd_epi32(acc[r][i], low, _mm512_set1_epi32(q.read_unaligned()));
+                    acc[r][step][i] = _mm512_dpbusd_epi32(acc[r][step][i], low, _mm512_set1_epi32(*q));
                 } else {
-                    acc[r][i] = _mm512_dpbusd_epi32(acc[r][i], low, _mm512_set1_epi32(q.read_unaligned()));
-                    let q = q.add(1).read_unaligned();
-                    acc[r][i] = _mm512_dpbusd_epi32(acc[r][i], high, _mm512_set1_epi32(q));
+                    acc[r][0][i] = _mm512_dpbusd_epi32(acc[r][0][i], low, _mm512_set1_epi32(*q));
+                    acc[r][1][i] = _mm512_dpbusd_epi32(acc[r][1][i], high, _mm512_set1_epi32(*q.add(STEP)));
                 }
             }
         }
     }
+}
+
+/// The sums of both chains.
+#[inline(always)]
+unsafe fn both<const D: usize>(acc: [[__m512i; D]; 2]) -> [__m512i; D] {
+    let mut sums = acc[0];
+    for i in 0..D {
+        // SAFETY: as Vector.
+        sums[i] = unsafe { _mm512_add_epi32(acc[0][i], acc[1][i]) };
+    }
+    sums
 }
 
 /// The number whose digits' sums these are.
@@ -387,6 +417,8 @@ unsafe fn weight_digits<const R: usize, const D: usize>(
         // Four keys' digits side by side: bytes of 4 x 4, transposed in each lane.
         let turn =
             _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+        // Row by row in two passes, so that one row's largest weight is waited for while others are looked through.
+        let mut tops = [0.0; R];
         for r in 0..R {
             let s = w.s.add(r * KEY_BLOCK);
             let mut sizes = _mm512_setzero_si512();
@@ -396,8 +428,11 @@ unsafe fn weight_digits<const R: usize, const D: usize>(
                 let size = _mm512_maskz_and_epi32(inside(col, (lo, hi)), bits, _mm512_set1_epi32(i32::MAX));
                 sizes = _mm512_max_epu32(sizes, size);
             }
-            let top = f32::from_bits(_mm512_reduce_max_epu32(sizes));
-            weights.step[r] = if top.is_finite() { top / most } else { f32::NAN };
+            tops[r] = f32::from_bits(_mm512_reduce_max_epu32(sizes));
+        }
+        for r in 0..R {
+            let (s, top) = (w.s.add(r * KEY_BLOCK), tops[r]);
+            weights.step[r] = if top.is_finite() { top * (1.0 / most) } else { f32::NAN };
             // Two factors, so that neither overflows for the smallest weights.
             let first = if top < 1e-18 { 1e24 } else { 1.0 };
             let second = if top > 0.0 { most / (top * first) } else { 0.0 };
@@ -423,12 +458,17 @@ unsafe fn interleave<C: Code>(w: &Scratch<'_>, h: Head<C>, chunk: usize, (lo, hi
     let to: *mut __m512i = w.v.cast();
     // SAFETY: keys lo .. hi have checked offsets; the others of a group stand for the nearest one.
     unsafe {
+        let v = C::at(h.v, chunk * BYTES * C::PER_BYTE);
         for g in lo / 4..hi.div_ceil(4) {
+            let mut keys = [4 * g, 4 * g + 1, 4 * g + 2, 4 * g + 3];
+            if 4 * g < lo || 4 * g + 4 > hi {
+                for key in &mut keys {
+                    *key = (*key).clamp(lo, hi - 1);
+                }
+            }
             let mut x = [_mm512_setzero_si512(); 4];
             for i in 0..4 {
-                let key = (4 * g + i).clamp(lo, hi - 1);
-                let at = *w.v_off.get_unchecked(key) + chunk * BYTES * C::PER_BYTE;
-                x[i] = _mm512_loadu_si512(C::at(h.v, at).cast());
+                x[i] = _mm512_loadu_si512(C::at(v, *w.v_off.get_unchecked(keys[i])).cast());
             }
             let (ab, cd) = (_mm512_unpacklo_epi8(x[0], x[1]), _mm512_unpacklo_epi8(x[2], x[3]));
             *to.add(g) = _mm512_unpacklo_epi16(ab, cd);
