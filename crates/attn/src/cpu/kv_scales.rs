@@ -160,7 +160,7 @@ unsafe fn copy<V: Vector>(from: *const f32, step: usize, n: usize, factor: f32, 
         let mut rest = 0.0;
         while i < n {
             let x = *from.add(i * step);
-            let x = if x >= 0.0 && x < f32::INFINITY { x } else { f32::NAN };
+            let x = if (0.0..f32::INFINITY).contains(&x) { x } else { f32::NAN };
             rest += x * 0.0;
             *to.add(i) = x * factor;
             i += 1;

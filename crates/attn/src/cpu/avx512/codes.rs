@@ -105,13 +105,9 @@ macro_rules! rows_of_codes {
                 // SAFETY: forwarded.
                 unsafe { query_row::<$code>(t, w, row, at) }
             }
-            /// Value bytes stand as `values` leaves them: byte 16 L + 4 z + i of 64 in lane 4 L + i of vector z, low halves first.
             #[inline(always)]
             fn place(i: usize) -> usize {
-                let chunk = BYTES * <$code>::PER_BYTE;
-                let (byte, half) = (i % chunk / <$code>::PER_BYTE, i % <$code>::PER_BYTE);
-                let (lane, vector) = (byte / 16 * 4 + byte % 4, byte % 16 / 4 * <$code>::PER_BYTE + half);
-                i / chunk * chunk + vector * Zmm::LANES + lane
+                value_place(i, <$code>::PER_BYTE)
             }
             #[inline(always)]
             unsafe fn dots<const R: usize>(
@@ -153,6 +149,15 @@ macro_rules! rows_of_codes {
 
 rows_of_codes!(i8);
 rows_of_codes!(Int4Pair);
+
+/// Where element `i` of a value stands as `add_values` leaves it: byte 16 L + 4 z + i of 64 in lane 4 L + i of vector z, low halves first.
+#[inline(always)]
+fn value_place(i: usize, per_byte: usize) -> usize {
+    let chunk = BYTES * per_byte;
+    let (byte, half) = (i % chunk / per_byte, i % per_byte);
+    let (lane, vector) = (byte / 16 * 4 + byte % 4, byte % 16 / 4 * per_byte + half);
+    i / chunk * chunk + vector * Zmm::LANES + lane
+}
 
 /// Where digit 0 of the first four bytes of the query row at `at` stands; the same of the next bytes is `STEP` further, the other digits
 /// behind it. Four rows lie interleaved, so that one step's operands of all of them are one cache line.
