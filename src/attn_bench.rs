@@ -9,9 +9,7 @@ use rayon::prelude::*;
 use suanpan_attn::cpu::stream;
 use suanpan_attn::quant::{Codes, Rows, quantize, scales_of};
 use suanpan_attn::reference::{self, Spec};
-use suanpan_attn::{
-    Args, HeadScores, KvLayout, KvScales, Limits, Machine, Plan, Problem, Scores, Strides, Workspace,
-};
+use suanpan_attn::{Args, Extras, KvLayout, KvScales, Limits, Machine, Plan, Problem, Strides, Workspace};
 use suanpan_base::{BadArgument, Buf, BufMut, DType, HeadShape, Mask, ScaleGrain, SeqLen};
 use suanpan_cache::{KvStorage, LayerShape};
 use suanpan_ledger::AttnBooks;
@@ -324,7 +322,7 @@ impl Subject {
         let ((k, k_strides), (v, v_strides)) = (self.memory.k(), self.memory.v());
         let args = Args {
             kv_scales: self.memory.scales(),
-            head_scores: HeadScores::default(),
+            extras: Extras::default(),
             q: self.q.buf(),
             q_strides,
             k,
@@ -336,6 +334,7 @@ impl Subject {
             out: self.out.buf_mut(),
             out_strides: q_strides,
             lse: None,
+            max_scores: None,
         };
         suanpan_attn::run(&self.plan, args, ws, std::slice::from_mut(books))
     }
@@ -387,13 +386,10 @@ fn time(
 ) -> Result<Row, BadArgument> {
     let problem = Problem {
         kv_scales: if kv_dtype.is_code() { ScaleGrain::Token } else { ScaleGrain::None },
-        heads,
-        mask: if causal { Mask::CAUSAL } else { Mask::FULL },
-        scores: Scores::default(),
-        softmax_scale: None,
         q_dtype: dtype,
         kv_dtype,
         kv: page_size.map_or(KvLayout::Contiguous, |page_size| KvLayout::Paged { page_size }),
+        ..Problem::new(heads, if causal { Mask::CAUSAL } else { Mask::FULL })
     };
     let mut subject = Subject::new(&problem, machine, len)?;
     let mut ws = Workspace::for_plans(&[&subject.plan]);

@@ -8,9 +8,10 @@ use std::io::{BufRead, Write};
 use std::time::Instant;
 
 use half::bf16;
+use suanpan_attn::reference::{Spec, attention_backward_f64};
 use suanpan_attn::{
-    Args, BackwardArgs, BackwardPlan, BackwardWorkspace, HeadScores, KvLayout, KvScales, Limits, Machine,
-    Plan, Problem, Scores, Strides, Workspace, reference, run, run_backward,
+    Args, BackwardArgs, BackwardPlan, BackwardWorkspace, Extras, KvScales, Limits, Machine, Plan, Problem,
+    Strides, Workspace, run, run_backward,
 };
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::{AttnBooks, BackwardBooks};
@@ -111,7 +112,7 @@ impl Subject {
         let strides = Strides { token: d, head: length * d, page: 0 };
         let args = Args {
             kv_scales: KvScales::default(),
-            head_scores: HeadScores::default(),
+            extras: Extras::default(),
             q: s.q.buf(),
             q_strides: (d, length * d),
             k: s.k.buf(),
@@ -123,6 +124,7 @@ impl Subject {
             out: s.out.buf_mut(),
             out_strides: (d, length * d),
             lse: Some(&mut s.lse),
+            max_scores: None,
         };
         let mut ws = Workspace::for_plans(&[&forward]);
         run(&forward, args, &mut ws, &mut [AttnBooks::default()]).expect("a valid call");
@@ -133,6 +135,9 @@ impl Subject {
         let strides = (self.problem.heads.head_dim_qk, self.length * self.problem.heads.head_dim_qk);
         let mut books = BackwardBooks::default();
         let args = BackwardArgs {
+            extras: Extras::default(),
+            d_sinks: None,
+            d_bias: None,
             q: self.q.buf(),
             q_strides: strides,
             k: self.k.buf(),
@@ -183,17 +188,8 @@ impl Subject {
                     let row = |x: &[f64]| x[i * d..(i + 1) * d].to_vec();
                     let len = SeqLen::new(1, mask.visible(len, i).len());
                     let one = HeadShape::new(1, 1, d);
-                    let exact = reference::attention_backward_f64(
-                        one,
-                        Mask::FULL,
-                        scale,
-                        len,
-                        &row(&q),
-                        &k,
-                        &v,
-                        &row(&d_out),
-                        None,
-                    );
+                    let spec = Spec::new(one, Mask::FULL, scale);
+                    let exact = attention_backward_f64(&spec, len, &row(&q), &k, &v, &row(&d_out), None);
                     see(0, &row(&dq), &exact.dq);
                 }
                 let out = self.out.head(head, n, d);
@@ -201,7 +197,8 @@ impl Subject {
                     let row = |x: &[f64]| x[i * d..(i + 1) * d].to_vec();
                     let (q, d_out) = (row(&q), row(&d_out));
                     let delta = dot(&row(&out), &d_out);
-                    for (at, &j) in keys.iter().enumerate().filter(|(_, j)| mask.visible(len, i).contains(j))
+                    for (at, &j) in
+                        keys.iter().enumerate().filter(|(_, j)| mask.visible(len, i).contains(**j))
                     {
                         let p = (scale * dot(&q, &k[j * d..][..d]) - f64::from(self.lse[head * n + i])).exp();
                         let ds = scale * p * (dot(&d_out, &v[j * d..][..d]) - delta);
@@ -230,16 +227,9 @@ fn main() {
     let causal = words.get(3).is_some_and(|m| m == "causal");
     let heads = number(4, 8);
     let (kv_heads, threads) = (number(5, heads), number(6, 2));
-    let problem = Problem {
-        kv_scales: suanpan_base::ScaleGrain::None,
-        heads: HeadShape::new(heads, kv_heads, d),
-        mask: if causal { Mask::CAUSAL } else { Mask::FULL },
-        scores: Scores::default(),
-        softmax_scale: None,
-        q_dtype: dtype,
-        kv_dtype: dtype,
-        kv: KvLayout::Contiguous,
-    };
+    let mask = if causal { Mask::CAUSAL } else { Mask::FULL };
+    let problem =
+        Problem { q_dtype: dtype, kv_dtype: dtype, ..Problem::new(HeadShape::new(heads, kv_heads, d), mask) };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a thread pool");
     pool.install(|| {
         let mut subject = Subject::new(problem, length, threads);

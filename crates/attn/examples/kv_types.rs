@@ -7,7 +7,7 @@ use std::time::Instant;
 use half::bf16;
 use memmap2::MmapMut;
 use suanpan_attn::{
-    Args, HeadScores, KvLayout, KvScales, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
+    Args, Extras, KvLayout, KvScales, Limits, Machine, Plan, Problem, Strides, Workspace, run,
 };
 use suanpan_base::{BadArgument, Buf, BufMut, DType, HeadShape, Mask, ScaleGrain, SeqLen};
 use suanpan_ledger::AttnBooks;
@@ -68,14 +68,11 @@ impl Subject {
     ) -> Result<Subject, Box<dyn std::error::Error>> {
         let (kv, d) = (HEADS.num_kv_heads, HEADS.head_dim_qk);
         let problem = Problem {
-            heads: HEADS,
-            mask: Mask::CAUSAL,
-            scores: Scores::default(),
-            softmax_scale: None,
             q_dtype,
             kv_dtype: dtype,
             kv_scales: scales,
             kv: if page == 0 { KvLayout::Contiguous } else { KvLayout::Paged { page_size: page } },
+            ..Problem::new(HEADS, Mask::CAUSAL)
         };
         let mut plan =
             Plan::new(&problem, machine, Limits { max_seqs: 1, max_total_q: 1, max_seqlen_k: keys })?;
@@ -118,7 +115,8 @@ impl Subject {
                 v: &self.numbers,
                 v_strides: self.scale_strides,
             },
-            head_scores: HeadScores::default(),
+            extras: Extras::default(),
+            max_scores: None,
             out,
             out_strides: rows,
             lse: None,

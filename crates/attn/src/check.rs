@@ -4,8 +4,9 @@ use suanpan_base::error::checked_product;
 use suanpan_base::{BadArgument, DType};
 use suanpan_ledger::AttnBooks;
 
+use crate::extras::Asked;
 use crate::plan::{Plan, Seq};
-use crate::problem::{KvLayout, fits_powers_of_two};
+use crate::problem::KvLayout;
 use crate::run::{Args, Strides};
 use crate::workspace::{Sizes, Workspace};
 
@@ -55,7 +56,13 @@ pub(crate) fn check(
             return Err(refuse("lse length", lse.len(), format!("num_q_heads x total_q = {want}")));
         }
     }
-    check_head_scores(plan, args)?;
+    if let Some(max) = &args.max_scores
+        && max.len() != h.num_q_heads
+    {
+        return Err(refuse("max_scores length", max.len(), format!("num_q_heads = {}", h.num_q_heads)));
+    }
+    let asked = Asked { op: OP, problem: p, total_q: n };
+    asked.check(&args.extras, plan.seqs.iter().map(|s| s.len))?;
     crate::scales::check_numbers(plan, args)?;
     match p.kv {
         KvLayout::Contiguous => check_contiguous(plan, args),
@@ -65,34 +72,6 @@ pub(crate) fn check(
 
 fn check_dtype(field: &str, got: DType, want: DType) -> Result<(), BadArgument> {
     if got == want { Ok(()) } else { Err(refuse(field, got, format!("{want}, as planned"))) }
-}
-
-fn check_head_scores(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgument> {
-    let (scores, heads) = (plan.problem.scores, plan.problem.heads.num_q_heads);
-    let given = args.head_scores;
-    let sink_ok = |x: f32| !x.is_nan() && x != f32::INFINITY;
-    type Numbers<'a> = (&'a str, bool, Option<&'a [f32]>, fn(f32) -> bool, &'a str);
-    let all: [Numbers<'_>; 2] = [
-        (
-            "alibi_slopes",
-            scores.alibi,
-            given.alibi_slopes,
-            fits_powers_of_two,
-            "finite slopes, at most 2.3e38 in size",
-        ),
-        ("sinks", scores.sink, given.sinks, sink_ok, "logits below infinity"),
-    ];
-    for (field, wanted, numbers, good, supported) in all {
-        let want = if wanted { heads } else { 0 };
-        let have = numbers.map_or(0, <[f32]>::len);
-        if have != want || numbers.is_some() != wanted {
-            return Err(refuse(format!("{field} length"), have, format!("{want}, as planned")));
-        }
-        if let Some((head, x)) = numbers.unwrap_or(&[]).iter().enumerate().find(|(_, x)| !good(**x)) {
-            return Err(refuse(format!("{field}[{head}]"), x, supported));
-        }
-    }
-    Ok(())
 }
 
 /// One past the last element of a strided block; `None` past `usize`.
@@ -209,16 +188,16 @@ fn check_table_row(
         return Err(refuse("page_table length", args.page_table.len(), supported));
     };
     // Only pages with a visible key are ever read; what stands elsewhere in the table is nobody's business.
-    let hull = plan.problem.mask.visible_hull(seq.len, 0..seq.len.seqlen_q);
-    if hull.is_empty() {
-        return Ok(());
-    }
     let row = &args.page_table[end - needed..end];
-    for (at, &id) in row.iter().enumerate().take((hull.end - 1) / page_size + 1).skip(hull.start / page_size)
-    {
-        if id as usize >= num_pages {
-            let supported = format!("page ids below {num_pages}, the pages that k, v and their scales hold");
-            return Err(refuse(format!("page_table[{i}][{at}]"), id, supported));
+    let hull = plan.problem.mask.visible_hull(seq.len, 0..seq.len.seqlen_q);
+    for keys in hull.pieces().into_iter().filter(|keys| !keys.is_empty()) {
+        for at in keys.start / page_size..(keys.end - 1) / page_size + 1 {
+            let id = row[at];
+            if id as usize >= num_pages {
+                let supported =
+                    format!("page ids below {num_pages}, the pages that k, v and their scales hold");
+                return Err(refuse(format!("page_table[{i}][{at}]"), id, supported));
+            }
         }
     }
     Ok(())

@@ -9,6 +9,9 @@
 pub mod backward;
 mod check;
 pub mod cpu;
+mod cut;
+pub mod dropout;
+pub mod extras;
 pub mod plan;
 pub mod problem;
 pub mod quant;
@@ -19,8 +22,9 @@ pub mod workspace;
 
 pub use backward::{BackwardArgs, BackwardPlan, BackwardWorkspace, run_backward};
 pub use cpu::detect::{Isa, Machine};
+pub use extras::{Bias, BiasStrides, BlockMask, DropoutKey, Extras, TreeMask};
 pub use plan::{Kernel, Limits, Plan};
-pub use problem::{KvLayout, Problem, Scores};
-pub use run::{Args, HeadScores, Strides, run};
+pub use problem::{BlockShape, KvLayout, Problem, Scores};
+pub use run::{Args, Strides, run};
 pub use scales::KvScales;
 pub use workspace::Workspace;

@@ -4,23 +4,18 @@
 //! on (seqlen_q, heads) only and splits on (seqlen_q, visible keys) only, so a sequence's bits depend on nothing else in the batch.
 
 use std::fmt;
-use std::ops::Range;
 
 use suanpan_base::error::checked_product;
-use suanpan_base::{BadArgument, SeqLen};
+use suanpan_base::{BadArgument, Seen, SeqLen};
 use suanpan_ledger::{AttnBooks, kernel};
 
 use crate::cpu::detect::Machine;
+use crate::cut::{Cut, SEGMENT_KEYS};
+use crate::extras::Extras;
 use crate::problem::{OP, Problem};
 
 /// Rows (query tokens × group) up to which keys are dotted in place instead of packed.
 pub const DIRECT_ROWS: usize = 12;
-/// Fewest keys worth a split of their own.
-pub const SPLIT_KEYS: usize = 256;
-/// Most splits of one query tile.
-pub const MAX_SPLITS: usize = 16;
-/// Bound of seqlen_q × splits: partial results stay small.
-const SPLIT_TOKENS: usize = 64;
 /// Most rows of a direct task, all its kv heads together.
 pub(crate) const DIRECT_TASK_ROWS: usize = 96;
 /// Most bytes of K and V in a block of a direct task: this block and the next one stay in a 1–2 MiB second-level cache.
@@ -99,8 +94,15 @@ pub(crate) struct Unit {
     pub tokens: usize,
     pub kv_head: usize,
     pub kv_heads: usize,
+    /// Keys `head_start .. head_end` and, behind them and apart, `key_start .. key_end`.
+    pub head_start: usize,
+    pub head_end: usize,
     pub key_start: usize,
     pub key_end: usize,
+    /// Some row sees other keys than a clipped run of them: rows are looked up bit by bit.
+    pub by_bits: bool,
+    /// The task takes its keys segment by segment and merges them on the way.
+    pub segmented: bool,
     /// First partial row of the tile (only with `splits > 1`).
     pub partial: usize,
     /// Arrival counter of the tile times num_kv_heads.
@@ -159,9 +161,10 @@ impl Plan {
         let h = self.problem.heads;
         let width = h.head_dim_qk + h.head_dim_v;
         let l = self.limits;
-        checked_product(OP, "max_total_q", &[l.max_total_q, h.num_q_heads, width, 4, MAX_SPLITS, 2])?;
-        checked_product(OP, "max_seqs", &[l.max_seqs, MAX_SPLITS, 2, h.num_q_heads, SPLIT_TOKENS, width, 4])?;
-        checked_product(OP, "max_seqs", &[l.max_seqs, 1 + MAX_SPLITS, h.num_kv_heads, size_of::<Unit>()])?;
+        let (splits, tokens) = (self.most_splits(), Cut::tokens(self.problem.batch_invariant));
+        checked_product(OP, "max_total_q", &[l.max_total_q, h.num_q_heads, width, 4, splits, 2])?;
+        checked_product(OP, "max_seqs", &[l.max_seqs, splits, 2, h.num_q_heads, tokens, width, 4])?;
+        checked_product(OP, "max_seqs", &[l.max_seqs, 1 + splits, h.num_kv_heads, size_of::<Unit>()])?;
         checked_product(OP, "max_seqlen_k", &[l.max_seqlen_k, h.num_kv_heads, width, 4])?;
         Ok(())
     }
@@ -183,9 +186,19 @@ impl Plan {
         len.seqlen_q.clamp(1, self.full_tile())
     }
 
-    /// The kernel that a sequence of this length runs.
+    /// How a tile with this hull, of a sequence of `seqlen_q` query tokens, is cut into splits.
+    fn cut(&self, hull: &Seen, seqlen_q: usize) -> Cut {
+        if self.problem.batch_invariant {
+            Cut::segments(hull, seqlen_q)
+        } else {
+            Cut::balanced(hull, seqlen_q)
+        }
+    }
+
+    /// The kernel that a sequence of this length runs. Both sum dot products in orders of their own, so that a batch-invariant plan keeps
+    /// to one of them.
     pub fn kernel_for(&self, len: SeqLen) -> Kernel {
-        if len.seqlen_q * self.problem.heads.group_size() <= DIRECT_ROWS {
+        if !self.problem.batch_invariant && len.seqlen_q * self.problem.heads.group_size() <= DIRECT_ROWS {
             Kernel::Direct
         } else {
             Kernel::Packed
@@ -197,16 +210,26 @@ impl Plan {
         if len.seqlen_q == 0 || len.seqlen_q > self.full_tile() {
             return 1;
         }
-        let hull = self.problem.mask.visible_hull(len, 0..len.seqlen_q);
-        Cut::new(&hull, most_splits_of(len.seqlen_q)).count
+        self.cut(&self.problem.mask.visible_hull(len, 0..len.seqlen_q), len.seqlen_q).count
     }
 
-    /// What the ledger expects one call of a sequence of this length to compute and read.
+    /// What the ledger expects one call of a sequence of this length to compute and read. With a tree or block mask this is a bound from
+    /// above; [`Plan::predicted_with`] looks at the bits.
     pub fn predicted(&self, len: SeqLen) -> AttnBooks {
         let p = &self.problem;
         let mut books = kernel::attention_books(p.heads, p.mask, len, p.kv_dtype, self.tile_q_for(len));
         books.kv_read_bytes += crate::scales::predicted_bytes(self, len);
         books
+    }
+
+    /// What the ledger expects the call to compute and read for sequence `seq` of the schedule, under the call's tree and block masks.
+    /// Looks at every pair, one by one. Panics when `extras` do not fit the problem.
+    pub fn predicted_with(&self, seq: usize, extras: &Extras<'_>) -> AttnBooks {
+        let (p, Seq { len, q_start, .. }) = (&self.problem, self.seqs[seq]);
+        let seen = |head: usize, row: usize, key: usize| extras.sees(p, (seq, len, q_start), head, row, key);
+        let tile = (self.tile_q_for(len), KEY_BLOCK);
+        let stored = (p.kv_dtype, p.kv_scales, crate::scales::page_size_of(p));
+        kernel::attention_books_seen(p.heads, p.mask, len, stored, tile, seen)
     }
 
     /// Lays out a batch. Nothing is allocated within the limits; past them it is a refusal and the plan keeps its old schedule.
@@ -249,9 +272,13 @@ impl Plan {
         while token < len.seqlen_q {
             let tokens = tile.min(len.seqlen_q - token);
             let hull = self.problem.mask.visible_hull(len, token..token + tokens);
-            let cut = Cut::new(&hull, if splits > 1 { most_splits_of(len.seqlen_q) } else { 1 });
+            // Rows before the last one see a head where it does, or have it in their run.
+            let apart = self.problem.mask.visible(len, token + tokens - 1).head > 0;
+            let by_bits = apart || self.problem.tree || self.problem.block_mask.is_some();
+            let cut = if splits > 1 { self.cut(&hull, len.seqlen_q) } else { Cut::WHOLE };
+            let segmented = self.problem.batch_invariant && splits == 1;
             for (split, kv_head) in (0..splits).flat_map(|s| heads_of(s, heads.num_kv_heads, together)) {
-                let keys = cut.range(&hull, split);
+                let [head, keys] = cut.pieces(&hull, split);
                 let kv_heads = together.min(heads.num_kv_heads - kv_head);
                 self.units.push(Unit {
                     seq,
@@ -261,11 +288,15 @@ impl Plan {
                     tokens,
                     kv_head,
                     kv_heads,
+                    head_start: head.start,
+                    head_end: head.end,
                     key_start: keys.start,
                     key_end: keys.end,
+                    by_bits,
+                    segmented,
                     partial: *partial,
                     arrival: self.arrivals,
-                    cost: (keys.len() * tokens * kv_heads) as u64,
+                    cost: ((head.len() + keys.len()) * tokens * kv_heads) as u64,
                 });
             }
             if splits > 1 {
@@ -290,7 +321,7 @@ impl Plan {
 
     /// Most splits that any sequence within the limits can get.
     fn most_splits(&self) -> usize {
-        self.limits.max_seqlen_k.div_ceil(SPLIT_KEYS).clamp(1, MAX_SPLITS)
+        Cut::most(self.limits.max_seqlen_k, self.problem.batch_invariant)
     }
 
     /// Partial (o, lse) rows that a schedule within the limits can need.
@@ -299,7 +330,8 @@ impl Plan {
         if splits == 1 {
             return 0;
         }
-        (l.max_total_q * splits).min(l.max_seqs * SPLIT_TOKENS) * self.problem.heads.num_q_heads
+        (l.max_total_q * splits).min(l.max_seqs * Cut::tokens(self.problem.batch_invariant))
+            * self.problem.heads.num_q_heads
     }
 
     /// Arrival counters that a schedule within the limits can need.
@@ -318,42 +350,23 @@ fn heads_of(split: usize, num_kv_heads: usize, together: usize) -> impl Iterator
     (0..num_kv_heads).step_by(together).map(move |head| (split, head))
 }
 
-/// Most splits of a tile of `tokens` query tokens, whatever the keys.
-fn most_splits_of(tokens: usize) -> usize {
-    (SPLIT_TOKENS / tokens.max(1)).clamp(1, MAX_SPLITS)
-}
-
-/// How a tile's keys are cut: `count` ranges of `len` keys from `base`, an aligned position at or before the first key.
-struct Cut {
-    base: usize,
-    len: usize,
-    count: usize,
-}
-
-impl Cut {
-    /// At most `most` splits of at least `SPLIT_KEYS` keys.
-    fn new(hull: &Range<usize>, most: usize) -> Cut {
-        let base = hull.start - hull.start % KEY_BLOCK;
-        let keys = hull.end.max(base) - base;
-        let wanted = keys.div_ceil(SPLIT_KEYS).clamp(1, most);
-        let len = keys.div_ceil(wanted).next_multiple_of(KEY_BLOCK).max(KEY_BLOCK);
-        // Rounded-up ranges may need fewer.
-        Cut { base, len, count: keys.div_ceil(len).max(1) }
-    }
-
-    fn range(&self, hull: &Range<usize>, i: usize) -> Range<usize> {
-        let at = |i: usize| (self.base + i * self.len).clamp(hull.start, hull.end);
-        at(i)..at(i + 1)
-    }
-}
-
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let p = &self.problem;
         let h = p.heads;
+        let narrowed = match (p.tree, p.block_mask) {
+            (false, None) => String::new(),
+            (true, None) => " narrowed by a tree".to_string(),
+            (tree, Some(b)) => format!(
+                " narrowed by blocks of {} x {}{}",
+                b.rows,
+                b.keys,
+                if tree { " and a tree" } else { "" }
+            ),
+        };
         writeln!(
             f,
-            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {} ({}), {}{}, {}; {}",
+            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {} ({}), {}{narrowed}{}, {}; {}",
             h.num_q_heads,
             h.num_kv_heads,
             h.head_dim_qk,
@@ -371,10 +384,17 @@ impl fmt::Display for Plan {
                 (self.kernel_for(s.len), self.tile_q_for(s.len), self.splits_for(s.len));
             let rows = s.len.seqlen_q * h.group_size();
             let why = match kernel {
+                _ if p.batch_invariant => {
+                    format!("batch-invariant: merged by segments of {SEGMENT_KEYS} keys")
+                }
                 Kernel::Direct => format!("{rows} rows <= {DIRECT_ROWS}: reading K and V once bounds it"),
                 Kernel::Packed => format!("{rows} rows > {DIRECT_ROWS}: packing K is paid back by reuse"),
             };
-            let split_why = if splits > 1 { ", one tile alone would leave threads idle" } else { "" };
+            let split_why = if splits > 1 && !p.batch_invariant {
+                ", one tile alone would leave threads idle"
+            } else {
+                ""
+            };
             writeln!(
                 f,
                 "  q {} k {}: {kernel:?}, tile_q {tile}, splits {splits} ({why}{split_why})",
@@ -388,34 +408,13 @@ impl fmt::Display for Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::{KvLayout, Scores};
     use suanpan_base::{DType, HeadShape, Mask};
 
     fn plan(heads: HeadShape, mask: Mask) -> Plan {
         let (q_dtype, kv_dtype) = (DType::F32, DType::Bf16);
-        let (scores, softmax_scale, kv) = (Scores::default(), None, KvLayout::Contiguous);
-        let kv_scales = suanpan_base::ScaleGrain::None;
-        let problem = Problem { heads, mask, scores, softmax_scale, q_dtype, kv_dtype, kv_scales, kv };
+        let problem = Problem { q_dtype, kv_dtype, ..Problem::new(heads, mask) };
         let limits = Limits { max_seqs: 4, max_total_q: 4096, max_seqlen_k: 1 << 20 };
         Plan::new(&problem, &Machine::detect(2), limits).unwrap()
-    }
-
-    #[test]
-    fn splits_cover_the_visible_keys_once_at_aligned_places() {
-        for (start, end) in [(0, 1), (0, 256), (5, 700), (130, 32_768), (1000, 1001), (77, 1 << 20), (9, 9)] {
-            for most in [1, 3, MAX_SPLITS] {
-                let cut = Cut::new(&(start..end), most);
-                assert!((1..=most).contains(&cut.count));
-                let mut at = start;
-                for i in 0..cut.count {
-                    let range = cut.range(&(start..end), i);
-                    assert_eq!(range.start, at, "{start}..{end} split {i} of {}", cut.count);
-                    assert!(i == 0 || range.start.is_multiple_of(KEY_BLOCK));
-                    at = range.end;
-                }
-                assert_eq!(at, end);
-            }
-        }
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! What is asked: heads, mask, scale, element types and the layout of K and V. Lengths come later, with the schedule.
 
+use std::num::NonZeroUsize;
+
 use suanpan_base::{BadArgument, DType, HeadShape, Mask, ScaleGrain};
 
 /// The name under which this file and the plan refuse a request.
@@ -29,32 +31,72 @@ impl std::fmt::Display for KvLayout {
     }
 }
 
-/// What happens to scores beyond scale and mask, in this order: softcap, ALiBi, (mask), sink. The numbers of each head come with the call.
+/// What happens to scores beyond scale and mask, in this order: softcap, bias, ALiBi, (mask), sink, dropout. The numbers come with the
+/// call, in `Extras`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Scores {
-    /// `cap · tanh(score / cap)` (Gemma 2); positive and finite.
+    /// `cap · tanh(score / cap)` (Gemma 2); positive and finite, or 0 for none.
     pub softcap: Option<f32>,
+    /// A number added to each score.
+    pub bias: bool,
     /// Minus a head's slope times the distance between the row's own position and the key's (ALiBi, arXiv 2108.12409).
     pub alibi: bool,
     /// A logit a head that joins the denominator and has no value (the learned sink of gpt-oss, arXiv 2309.17453).
     pub sink: bool,
+    /// The probability, 0 to 1, with which a weight is dropped before it meets its value; what stays grows by 1 / (1 - probability).
+    pub dropout: Option<f32>,
 }
 
 impl Scores {
     /// True when some score is changed before the softmax.
     pub(crate) fn change_scores(&self) -> bool {
-        self.softcap.is_some() || self.alibi
+        self.cap().is_some() || self.bias || self.alibi
+    }
+
+    /// The softcap in force.
+    pub(crate) fn cap(&self) -> Option<f32> {
+        self.softcap.filter(|&cap| cap != 0.0)
+    }
+
+    fn check(&self) -> Result<(), BadArgument> {
+        if let Some(cap) = self.softcap
+            && !(cap >= 0.0 && fits_powers_of_two(cap))
+        {
+            return Err(BadArgument::new(
+                OP,
+                "softcap",
+                cap,
+                "a positive number, at most 2.3e38; 0 for none",
+            ));
+        }
+        match self.dropout {
+            Some(p) if !(0.0..=1.0).contains(&p) => {
+                Err(BadArgument::new(OP, "dropout", p, "a probability, 0 to 1"))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
 impl std::fmt::Display for Scores {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if let Some(cap) = self.softcap {
+        if let Some(cap) = self.cap() {
             write!(f, ", softcap {cap}")?;
         }
-        f.write_str(if self.alibi { ", ALiBi" } else { "" })?;
-        f.write_str(if self.sink { ", sink" } else { "" })
+        for (there, name) in [(self.bias, ", bias"), (self.alibi, ", ALiBi"), (self.sink, ", sink")] {
+            f.write_str(if there { name } else { "" })?;
+        }
+        self.dropout.map_or(Ok(()), |p| write!(f, ", dropout {p}"))
     }
+}
+
+/// Blocks of a block mask.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockShape {
+    /// Query tokens a block.
+    pub rows: NonZeroUsize,
+    /// Keys a block.
+    pub keys: NonZeroUsize,
 }
 
 /// One kind of attention call.
@@ -64,6 +106,10 @@ pub struct Problem {
     pub heads: HeadShape,
     /// Which keys a row sees.
     pub mask: Mask,
+    /// A tree mask narrows it (`Extras::tree`).
+    pub tree: bool,
+    /// A block mask of these blocks narrows it (`Extras::blocks`).
+    pub block_mask: Option<BlockShape>,
     /// What happens to scores beyond scale and mask.
     pub scores: Scores,
     /// Factor of q·k; `None` = 1/sqrt(head_dim_qk).
@@ -76,6 +122,9 @@ pub struct Problem {
     pub kv_scales: ScaleGrain,
     /// Contiguous or paged.
     pub kv: KvLayout,
+    /// A row's bits depend on its own keys alone: not on how its prompt is cut into chunks, on whether it is prefilled or decoded, or on
+    /// the batch. (Without it they follow the chunk's length, too, but never the rest of the batch.)
+    pub batch_invariant: bool,
 }
 
 /// Whether a factor of natural scores stays finite as a factor of powers of two, in which the kernels hold them.
@@ -84,6 +133,23 @@ pub(crate) fn fits_powers_of_two(x: f32) -> bool {
 }
 
 impl Problem {
+    /// A plain problem: f32, contiguous, the default scale.
+    pub const fn new(heads: HeadShape, mask: Mask) -> Problem {
+        Problem {
+            heads,
+            mask,
+            tree: false,
+            block_mask: None,
+            scores: Scores { softcap: None, bias: false, alibi: false, sink: false, dropout: None },
+            softmax_scale: None,
+            q_dtype: DType::F32,
+            kv_dtype: DType::F32,
+            kv_scales: ScaleGrain::None,
+            kv: KvLayout::Contiguous,
+            batch_invariant: false,
+        }
+    }
+
     /// The factor of q·k in use.
     pub fn scale(&self) -> f32 {
         self.softmax_scale.unwrap_or_else(|| self.heads.default_scale())
@@ -105,11 +171,7 @@ impl Problem {
         {
             return Err(BadArgument::new(OP, "softmax_scale", s, "a finite number, at most 2.3e38 in size"));
         }
-        if let Some(cap) = self.scores.softcap
-            && !(cap > 0.0 && fits_powers_of_two(cap))
-        {
-            return Err(BadArgument::new(OP, "softcap", cap, "a positive finite number, at most 2.3e38"));
-        }
+        self.scores.check()?;
         if let KvLayout::Paged { page_size } = self.kv
             && !(1..=1 << 20).contains(&page_size)
         {
@@ -125,16 +187,9 @@ mod tests {
 
     #[test]
     fn unsupported_sizes_are_refused_by_name() {
-        let ok = Problem {
-            heads: HeadShape::new(4, 2, 64),
-            mask: Mask::CAUSAL,
-            scores: Scores::default(),
-            softmax_scale: None,
-            q_dtype: DType::F32,
-            kv_dtype: DType::Bf16,
-            kv_scales: ScaleGrain::None,
-            kv: KvLayout::Paged { page_size: 16 },
-        };
+        let kv = KvLayout::Paged { page_size: 16 };
+        let ok =
+            Problem { kv_dtype: DType::Bf16, kv, ..Problem::new(HeadShape::new(4, 2, 64), Mask::CAUSAL) };
         assert!(ok.check().is_ok());
         let field = |p: Problem| p.check().unwrap_err().field;
         assert_eq!(field(Problem { heads: HeadShape::new(4, 2, 577), ..ok }), "head_dim_qk");
@@ -142,9 +197,13 @@ mod tests {
         assert_eq!(field(Problem { softmax_scale: Some(f32::NAN), ..ok }), "softmax_scale");
         assert_eq!(field(Problem { softmax_scale: Some(f32::MAX), ..ok }), "softmax_scale");
         assert_eq!(field(Problem { kv: KvLayout::Paged { page_size: 0 }, ..ok }), "page_size");
-        for cap in [0.0, -30.0, f32::NAN, f32::INFINITY, f32::MAX] {
+        for cap in [-30.0, -1e-30, f32::NAN, f32::INFINITY, f32::MAX] {
             let scores = Scores { softcap: Some(cap), ..Scores::default() };
             assert_eq!(field(Problem { scores, ..ok }), "softcap");
+        }
+        for p in [-0.1, 1.5, f32::NAN] {
+            let scores = Scores { dropout: Some(p), ..Scores::default() };
+            assert_eq!(field(Problem { scores, ..ok }), "dropout");
         }
     }
 }

@@ -7,6 +7,7 @@ use suanpan_base::{BadArgument, Buf, BufMut};
 use suanpan_ledger::{AttnBooks, kernel};
 
 use crate::cpu::task::{Call, Queue};
+use crate::extras::Extras;
 use crate::plan::Plan;
 use crate::scales::KvScales;
 use crate::workspace::Workspace;
@@ -20,15 +21,6 @@ pub struct Strides {
     pub head: usize,
     /// To the next page; unused when contiguous.
     pub page: usize,
-}
-
-/// The numbers of each head that the problem's `Scores` ask for; what they do not ask for must be absent.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct HeadScores<'a> {
-    /// `[num_q_heads]`, finite, at most 2.3e38 in size: ALiBi slopes.
-    pub alibi_slopes: Option<&'a [f32]>,
-    /// `[num_q_heads]`: sink logits, natural; -inf is no sink.
-    pub sinks: Option<&'a [f32]>,
 }
 
 /// The buffers of one call. Queries of all sequences are packed in schedule order; so are contiguous keys and values.
@@ -52,14 +44,17 @@ pub struct Args<'a> {
     pub page_table_stride: usize,
     /// Scales of K and V, as the problem's `kv_scales` says.
     pub kv_scales: KvScales<'a>,
-    /// ALiBi slopes and sinks.
-    pub head_scores: HeadScores<'a>,
+    /// What the problem asks for beside q, k and v.
+    pub extras: Extras<'a>,
     /// Output `[total_q, num_q_heads, head_dim_v]` under `out_strides`, of q's element type.
     pub out: BufMut<'a>,
     /// (token, head) strides of `out`, in elements; rows must not overlap.
     pub out_strides: (usize, usize),
     /// `[num_q_heads, total_q]`, natural log; -inf where a row sees no key.
     pub lse: Option<&'a mut [f32]>,
+    /// `[num_q_heads]`: the largest score of each head that entered a softmax in this call (after softcap, bias and ALiBi, natural; without
+    /// sinks); -inf where nothing was visible. What QK-clip watches (MuonClip, arXiv 2507.20534).
+    pub max_scores: Option<&'a mut [f32]>,
 }
 
 /// Runs the plan's current schedule. Adds to `books[i]` what was counted for sequence `i`.

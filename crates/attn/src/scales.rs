@@ -145,13 +145,17 @@ pub(crate) fn pages_with_scales(plan: &Plan, args: &Args<'_>, pages: (usize, usi
     (pages.0.min(scaled(given.k, given.k_strides)), pages.1.min(scaled(given.v, given.v_strides)))
 }
 
+/// Tokens that may share a page's scale.
+pub(crate) fn page_size_of(p: &Problem) -> usize {
+    match p.kv {
+        KvLayout::Contiguous => 1,
+        KvLayout::Paged { page_size } => page_size,
+    }
+}
+
 /// Bytes of scales that the ledger expects one call of a sequence of this length to read.
 pub(crate) fn predicted_bytes(plan: &Plan, len: SeqLen) -> u64 {
     let p = &plan.problem;
-    let page_size = match p.kv {
-        KvLayout::Contiguous => 1,
-        KvLayout::Paged { page_size } => page_size,
-    };
     let tile = (plan.tile_q_for(len), KEY_BLOCK);
-    kernel::scale_read_bytes(p.heads, p.mask, len, (p.kv_scales, page_size), tile)
+    kernel::scale_read_bytes(p.heads, p.mask, len, (p.kv_scales, page_size_of(p)), tile)
 }

@@ -4,6 +4,9 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
+use suanpan_base::Seen;
+
+use crate::cpu::seen::Bits;
 use crate::plan::{DIRECT_TASK_ROWS, KEY_BLOCK, Plan};
 
 /// Rows of a register tile; packed rows come in multiples of it.
@@ -38,10 +41,15 @@ pub(crate) struct SlotLayout {
     pub k: usize,
     pub v: usize,
     pub zeros: usize,
+    /// Merged outputs and lse of the segments behind, in a batch-invariant plan.
+    pub merged: usize,
+    pub merged_lse: usize,
     /// Scales of a block's keys, then of its values.
     pub scales: usize,
-    /// usize pairs: visible key range a row.
+    /// `Seen`: visible keys a row.
     pub visible: usize,
+    /// `Bits`: visible keys of the block at hand a row.
+    pub bits: usize,
     /// usize: element offsets of the K rows and V rows of a block, then of the next one, then of a widened one.
     pub offsets: usize,
     pub end: usize,
@@ -57,6 +65,7 @@ impl SlotLayout {
         let h = plan.problem.heads;
         let (dqk, dv) = (padded(h.head_dim_qk), padded(h.head_dim_v));
         let rows = plan.max_tile_rows().max(DIRECT_TASK_ROWS).next_multiple_of(TILE_ROWS);
+        let segments = plan.problem.batch_invariant;
         let words = size_of::<usize>() / size_of::<f32>();
         let mut end = 0;
         let mut part = |floats: usize| {
@@ -74,8 +83,11 @@ impl SlotLayout {
             k: part(KEY_BLOCK * dqk),
             v: part(KEY_BLOCK * dv),
             zeros: part(dqk),
+            merged: part(if segments { rows * dv } else { 0 }),
+            merged_lse: part(if segments { rows } else { 0 }),
             scales: part(2 * KEY_BLOCK),
-            visible: part(rows * 2 * words),
+            visible: part(rows * size_of::<Seen>() / size_of::<f32>()),
+            bits: part(rows * size_of::<Bits>() / size_of::<f32>()),
             offsets: part(6 * KEY_BLOCK * words),
             // One line between slots keeps neighbours' prefetches apart.
             end: part(LINE),

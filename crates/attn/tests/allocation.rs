@@ -3,10 +3,8 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use suanpan_attn::{
-    Args, HeadScores, KvLayout, KvScales, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
-};
-use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
+use suanpan_attn::{Args, Extras, KvScales, Limits, Machine, Plan, Problem, Strides, Workspace, run};
+use suanpan_base::{Buf, BufMut, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
 
 struct Counting;
@@ -31,16 +29,7 @@ static COUNTING: Counting = Counting;
 
 #[test]
 fn scheduling_and_running_allocate_nothing() {
-    let problem = Problem {
-        kv_scales: suanpan_base::ScaleGrain::None,
-        heads: HeadShape::new(4, 2, 64),
-        mask: Mask::CAUSAL,
-        scores: Scores::default(),
-        softmax_scale: None,
-        q_dtype: DType::F32,
-        kv_dtype: DType::F32,
-        kv: KvLayout::Contiguous,
-    };
+    let problem = Problem::new(HeadShape::new(4, 2, 64), Mask::CAUSAL);
     let limits = Limits { max_seqs: 8, max_total_q: 600, max_seqlen_k: 3000 };
     let mut plan = Plan::new(&problem, &Machine::detect(2), limits).unwrap();
     let mut ws = Workspace::for_plans(&[&plan]);
@@ -62,7 +51,7 @@ fn scheduling_and_running_allocate_nothing() {
                 let strides = Strides { token: 128, head: 64, page: 0 };
                 let args = Args {
                     kv_scales: KvScales::default(),
-                    head_scores: HeadScores::default(),
+                    extras: Extras::default(),
                     q: Buf::F32(&q),
                     q_strides: (256, 64),
                     k: Buf::F32(&kv),
@@ -74,6 +63,7 @@ fn scheduling_and_running_allocate_nothing() {
                     out: BufMut::F32(&mut out),
                     out_strides: (256, 64),
                     lse: None,
+                    max_scores: None,
                 };
                 run(&plan, args, &mut ws, &mut books[..lens.len()]).unwrap();
             }

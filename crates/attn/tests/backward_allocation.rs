@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use half::bf16;
 use suanpan_attn::{
-    BackwardArgs, BackwardPlan, BackwardWorkspace, KvLayout, Limits, Machine, Problem, Scores, run_backward,
+    BackwardArgs, BackwardPlan, BackwardWorkspace, Extras, Limits, Machine, Problem, run_backward,
 };
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::BackwardBooks;
@@ -32,16 +32,7 @@ static COUNTING: Counting = Counting;
 
 #[test]
 fn scheduling_and_running_a_backward_allocate_nothing() {
-    let problem = Problem {
-        kv_scales: suanpan_base::ScaleGrain::None,
-        heads: HeadShape::new(4, 2, 64),
-        mask: Mask::CAUSAL,
-        scores: Scores::default(),
-        softmax_scale: None,
-        q_dtype: DType::Bf16,
-        kv_dtype: DType::F32,
-        kv: KvLayout::Contiguous,
-    };
+    let problem = Problem { q_dtype: DType::Bf16, ..Problem::new(HeadShape::new(4, 2, 64), Mask::CAUSAL) };
     let limits = Limits { max_seqs: 8, max_total_q: 600, max_seqlen_k: 1000 };
     let mut plan = BackwardPlan::new(&problem, &Machine::detect(2), limits).unwrap();
     let mut ws = BackwardWorkspace::for_plans(&[&plan]);
@@ -61,6 +52,9 @@ fn scheduling_and_running_a_backward_allocate_nothing() {
                 plan.schedule(lens).unwrap();
                 let rows: usize = lens.iter().map(|l| l.seqlen_q).sum();
                 let args = BackwardArgs {
+                    extras: Extras::default(),
+                    d_sinks: None,
+                    d_bias: None,
                     q: Buf::Bf16(&q),
                     q_strides: (256, 64),
                     k: Buf::F32(&kv),

@@ -3,7 +3,7 @@
 mod common;
 use common::*;
 use half::bf16;
-use suanpan_attn::{Args, HeadScores, KvScales, Limits, Plan, Scores, Strides, Workspace, run};
+use suanpan_attn::{Args, Extras, KvScales, Limits, Plan, Scores, Strides, Workspace, run};
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
 
@@ -244,7 +244,7 @@ fn a_transposed_view_is_read_as_if_it_were_dense() {
     let s = Strides { token: 24, head: n * 24, page: 0 };
     let args = Args {
         kv_scales: KvScales::default(),
-        head_scores: HeadScores::default(),
+        extras: Extras::default(),
         q: Buf::F32(&q),
         q_strides: (24, n * 24),
         k: Buf::F32(&k),
@@ -256,6 +256,7 @@ fn a_transposed_view_is_read_as_if_it_were_dense() {
         out: BufMut::F32(&mut out),
         out_strides: (24, n * 24),
         lse: None,
+        max_scores: None,
     };
     run(&plan, args, &mut Workspace::for_plans(&[&plan]), &mut books).unwrap();
     assert_eq!(out, turn(&run_case(&c, &data, &machine(2), f32::NAN).out, 4));
@@ -300,7 +301,7 @@ fn paged_call(seqlen_k: usize, table: &[u32], stride: usize) -> Result<Vec<f32>,
     let s = Strides { token: 8, head: 128, page: 128 };
     let args = Args {
         kv_scales: KvScales::default(),
-        head_scores: HeadScores::default(),
+        extras: Extras::default(),
         q: Buf::F32(&q),
         q_strides: (8, 8),
         k: Buf::F32(&kv),
@@ -312,6 +313,7 @@ fn paged_call(seqlen_k: usize, table: &[u32], stride: usize) -> Result<Vec<f32>,
         out: BufMut::F32(&mut out),
         out_strides: (8, 8),
         lse: None,
+        max_scores: None,
     };
     let result = run(&plan, args, &mut Workspace::for_plans(&[&plan]), &mut books);
     if result.is_err() {
@@ -355,7 +357,7 @@ fn buffers_shorter_than_their_strides_are_read_past_the_end() {
         let (mut out, mut books) = (vec![0.0; n[3]], [AttnBooks::default()]);
         let args = Args {
             kv_scales: KvScales::default(),
-            head_scores: HeadScores::default(),
+            extras: Extras::default(),
             q: Buf::F32(&q),
             q_strides: (n[4], 8),
             k: Buf::F32(&k),
@@ -367,6 +369,7 @@ fn buffers_shorter_than_their_strides_are_read_past_the_end() {
             out: BufMut::F32(&mut out),
             out_strides: (n[7], 8),
             lse: None,
+            max_scores: None,
         };
         run(&plan, args, &mut Workspace::for_plans(&[&plan]), &mut books).map_err(|e| e.field)
     };
@@ -412,7 +415,7 @@ fn numbers_of_heads_that_do_not_fit_the_problem_are_refused_by_name() {
         let strides = Strides { token: 8, head: 8, page: 0 };
         let args = Args {
             kv_scales: KvScales::default(),
-            head_scores: HeadScores { alibi_slopes: slopes, sinks },
+            extras: Extras { alibi_slopes: slopes, sinks, ..Extras::default() },
             q: Buf::F32(&data.q),
             q_strides: (16, 8),
             k: Buf::F32(&data.k),
@@ -424,6 +427,7 @@ fn numbers_of_heads_that_do_not_fit_the_problem_are_refused_by_name() {
             out: BufMut::F32(&mut out),
             out_strides: (16, 8),
             lse: None,
+            max_scores: None,
         };
         let result = run(&plan, args, &mut Workspace::for_plans(&[&plan]), &mut [AttnBooks::default()]);
         assert!(result.is_ok() || out.iter().all(|&x| x == -7.0), "a refused call wrote");

@@ -2,6 +2,7 @@
 
 mod common;
 use common::*;
+use suanpan_attn::Scores;
 use suanpan_base::{DType, HeadShape, Mask, SeqLen};
 
 const LENGTHS: [(usize, usize); 7] = [(1, 700), (200, 200), (3, 1500), (0, 9), (64, 300), (5, 2), (1, 1)];
@@ -87,5 +88,64 @@ fn a_prompt_in_chunks_equals_the_prompt_at_once_bit_for_bit() {
         let r = run_case(&c, &part, &machine(2), f32::NAN);
         assert_eq!(r.out, all.out[done * 128..(done + chunk) * 128], "chunk at {done}");
         done += chunk;
+    }
+}
+
+/// Rows `rows` of the whole prompt `c`, computed as a chunk that ends with them.
+fn chunk(c: &Case, data: &Data, rows: std::ops::Range<usize>) -> (Case, Data) {
+    let h = c.heads;
+    let width = |heads: usize, d: usize| heads * d;
+    let (q, k, v) = (
+        width(h.num_q_heads, h.head_dim_qk),
+        width(h.num_kv_heads, h.head_dim_qk),
+        width(h.num_kv_heads, h.head_dim_v),
+    );
+    let part = Data {
+        q: data.q[rows.start * q..rows.end * q].to_vec(),
+        k: data.k[..rows.end * k].to_vec(),
+        v: data.v[..rows.end * v].to_vec(),
+    };
+    (Case { seqs: vec![SeqLen::extend(rows.start, rows.len())], ..c.clone() }, part)
+}
+
+#[test]
+fn a_batch_invariant_row_depends_on_chunks_decode_or_company() {
+    let scores = Scores { softcap: Some(20.0), alibi: true, sink: true, ..Scores::default() };
+    let masks = [Mask::CAUSAL, Mask::window(900), Mask::streaming(1500, 700), Mask::streaming(4, 60)];
+    for (m, machine) in machines().into_iter().enumerate() {
+        for (i, mask) in masks.into_iter().enumerate() {
+            let n = 3300;
+            let mut whole = Case::new(HeadShape::new(4, 2, 40), mask, &[(n, n)]);
+            whole.kv_dtype = [DType::Bf16, DType::F32, DType::I8][(i + m) % 3];
+            whole.batch_invariant = true;
+            whole.page_size = [None, Some(16)][i % 2];
+            if i == 1 {
+                whole.scores = scores;
+            }
+            let data = Data::random(&whole);
+            let all = run_case(&whole, &data, &machine, f32::NAN);
+            // Sampled rows agree with the oracle, too.
+            judge(&whole, &data, &all);
+            let cuts = [0, 900, 901, 904, 1024, 2047, 2049, 2050, 3100, 3150, 3292, 3299, 3300];
+            for rows in cuts.windows(2) {
+                let (c, part) = chunk(&whole, &data, rows[0]..rows[1]);
+                let r = run_case(&c, &part, &machine, f32::INFINITY);
+                let width = 4 * 40;
+                let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                assert_eq!(
+                    bits(&r.out),
+                    bits(&all.out[rows[0] * width..rows[1] * width]),
+                    "{machine} {mask} {rows:?}"
+                );
+                for head in 0..4 {
+                    let got = &r.lse[head * c.total_q()..][..c.total_q()];
+                    assert_eq!(
+                        bits(got),
+                        bits(&all.lse[head * n + rows[0]..head * n + rows[1]]),
+                        "{mask} {rows:?}"
+                    );
+                }
+            }
+        }
     }
 }

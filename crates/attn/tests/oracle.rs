@@ -47,11 +47,15 @@ const MORE_MASKS: [Mask; 4] = [
     Mask::chunked(NonZeroUsize::new(100).unwrap()),
     Mask { chunk: NonZeroUsize::new(7), left: Some(4), ..Mask::FULL },
 ];
-const SCORES: [Scores; 4] = [
-    Scores { softcap: Some(2.0), alibi: false, sink: false },
-    Scores { softcap: None, alibi: true, sink: false },
-    Scores { softcap: None, alibi: false, sink: true },
-    Scores { softcap: Some(30.0), alibi: true, sink: true },
+const PLAIN: Scores = Scores { softcap: None, bias: false, alibi: false, sink: false, dropout: None };
+const SCORES: [Scores; 7] = [
+    Scores { softcap: Some(2.0), ..PLAIN },
+    Scores { alibi: true, ..PLAIN },
+    Scores { sink: true, ..PLAIN },
+    Scores { softcap: Some(30.0), alibi: true, sink: true, ..PLAIN },
+    Scores { bias: true, ..PLAIN },
+    Scores { dropout: Some(0.25), ..PLAIN },
+    Scores { softcap: Some(4.0), bias: true, alibi: true, sink: true, dropout: Some(0.1) },
 ];
 const TYPES: [(DType, DType); 4] = [
     (DType::F32, DType::F32),
@@ -131,10 +135,12 @@ fn top_left_and_chunked_masks_agree_with_the_oracle() {
 }
 
 #[test]
-fn softcap_alibi_and_sinks_agree_with_the_oracle_on_every_instruction_set() {
-    for machine in machines() {
+fn changed_scores_agree_with_the_oracle_on_every_instruction_set() {
+    for (m, machine) in machines().into_iter().enumerate() {
         for (i, scores) in SCORES.into_iter().enumerate() {
-            for (j, mask) in MASKS.into_iter().chain(MORE_MASKS).enumerate() {
+            // Every instruction set meets every score feature and every mask; a third of their pairs.
+            let masks = MASKS.into_iter().chain(MORE_MASKS).enumerate();
+            for (j, mask) in masks.filter(|(j, _)| (i + j + m).is_multiple_of(3)) {
                 // Both kernels; split and whole; a row that sees nothing; scores large enough for the cap to bend.
                 let lengths = [(37, 150), (1, 131), (2, 3000), (9, 2), (260, 300)];
                 let (q_dtype, kv_dtype) = TYPES[(i + j) % 4];
@@ -142,8 +148,63 @@ fn softcap_alibi_and_sinks_agree_with_the_oracle_on_every_instruction_set() {
                 let mut c =
                     Case::new(heads, mask, &lengths).dtypes(q_dtype, kv_dtype).scores(scores).scale(1.0);
                 c.page_size = PAGES[(i * 3 + j) % 4];
+                c.broadcast = [j % 2 == 0, j % 3 == 0, j % 2 == 1, j == 4];
                 let data = Data::random(&c);
                 judge(&c, &data, &run_case(&c, &data, &machine, f32::NAN));
+            }
+        }
+    }
+}
+
+/// Masks that show two pieces of keys.
+const TWO_PIECES: [Mask; 5] = [
+    Mask::streaming(4, 57),
+    Mask::streaming(130, 40),
+    Mask { sink_tokens: 3, ..Mask::chunked(NonZeroUsize::new(100).unwrap()) },
+    Mask { sink_tokens: 1, left: Some(9), right: Some(9), top_left: true, chunk: None },
+    Mask { sink_tokens: 700, left: Some(20), ..Mask::CAUSAL },
+];
+
+#[test]
+fn sink_tokens_and_prefixes_agree_with_the_oracle_on_every_instruction_set() {
+    for (m, machine) in machines().into_iter().enumerate() {
+        for (i, mask) in TWO_PIECES.into_iter().chain(MASKS).enumerate() {
+            for prefix in [[0, 90], [1, 400]][(i + m) % 2] {
+                // Both kernels; split and whole; a gap inside one block of 128 keys and over many.
+                let lengths = [(37, 150), (1, 131), (2, 3000), (9, 2), (260, 300), (1, 1500), (300, 700)];
+                let mut c = Case::new(HeadShape::new(4, 2, [64, 40, 128][i % 3]), mask, &lengths);
+                c.seqs.iter_mut().for_each(|s| s.prefix_len = prefix);
+                let (q_dtype, kv_dtype) = TYPES[i % 4];
+                c = c.dtypes(q_dtype, kv_dtype);
+                c.page_size = PAGES[(i + prefix) % 4];
+                let data = Data::random(&c);
+                judge(&c, &data, &run_case(&c, &data, &machine, f32::NAN));
+            }
+        }
+    }
+}
+
+#[test]
+fn trees_and_block_masks_agree_with_the_oracle_on_every_instruction_set() {
+    for (m, machine) in machines().into_iter().enumerate() {
+        for (i, mask) in MASKS.into_iter().chain(TWO_PIECES).enumerate() {
+            for (j, shape) in
+                [None, Some((1, 1)), Some((64, 64)), Some((5, 200)), Some((128, 128))].into_iter().enumerate()
+            {
+                for tree in [false, true]
+                    .into_iter()
+                    .filter(|&tree| (i + j + m).is_multiple_of(3) || !tree && j % 3 == m)
+                {
+                    let lengths = [(37, 150), (1, 131), (2, 3000), (3, 3), (200, 300), (300, 900)];
+                    let (q_dtype, kv_dtype) = TYPES[(i + j) % 4];
+                    let mut c = Case::new(HeadShape::new(6, 2, 40), mask, &lengths).dtypes(q_dtype, kv_dtype);
+                    if let Some((rows, keys)) = shape {
+                        c = c.blocks(rows, keys);
+                    }
+                    (c.tree, c.page_size, c.seed) = (tree, PAGES[(i + j) % 4], 2 + (i * 5 + j) as u64);
+                    let data = Data::random(&c);
+                    judge(&c, &data, &run_case(&c, &data, &machine, f32::NAN));
+                }
             }
         }
     }

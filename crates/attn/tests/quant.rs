@@ -4,7 +4,7 @@ mod common;
 use common::*;
 use suanpan_attn::quant::{Rows, quantize, scale_strides, scales_of};
 use suanpan_attn::reference::{Spec, attention_f64};
-use suanpan_attn::{Args, HeadScores, KvLayout, KvScales, Limits, Plan, Problem, Strides, Workspace, run};
+use suanpan_attn::{Args, Extras, KvLayout, KvScales, Limits, Plan, Problem, Strides, Workspace, run};
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, ScaleGrain, SeqLen};
 use suanpan_ledger::AttnBooks;
 
@@ -165,7 +165,8 @@ fn what_the_quantiser_makes_runs_as_it_is() {
             let mut out = vec![0.0; 3 * 256];
             let args = Args {
                 kv_scales: KvScales { k: &ks, k_strides: scale_strides, v: &vs, v_strides: scale_strides },
-                head_scores: HeadScores::default(),
+                extras: Extras::default(),
+                max_scores: None,
                 q: Buf::F32(&q),
                 q_strides: (256, 64),
                 k: kc.buf(),

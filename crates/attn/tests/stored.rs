@@ -3,7 +3,7 @@
 mod common;
 use common::*;
 use suanpan_attn::{
-    Args, HeadScores, KvLayout, KvScales, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
+    Args, Extras, KvLayout, KvScales, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
 };
 use suanpan_base::{BadArgument, Buf, BufMut, DType, HeadShape, Mask, ScaleGrain, SeqLen};
 use suanpan_ledger::AttnBooks;
@@ -47,7 +47,8 @@ fn every_type_grain_and_layout_agrees_on_every_instruction_set() {
 #[test]
 fn long_decodes_of_integers_agree_with_the_oracle() {
     // Splits, whole blocks, groups of every size, peaked and flat scores, caps and sinks; widths of one and of several vectors of bytes.
-    let scores = [Scores::default(), Scores { softcap: Some(20.0), alibi: true, sink: true }];
+    let scores =
+        [Scores::default(), Scores { softcap: Some(20.0), alibi: true, sink: true, ..Scores::default() }];
     let mut n = 0;
     for kv_dtype in [DType::I8, DType::I4] {
         for (q_heads, kv_heads) in [(1, 1), (4, 1), (8, 2), (3, 1), (12, 1)] {
@@ -171,7 +172,8 @@ impl Tokens {
                 v: &self.scales[1],
                 v_strides: scale_strides,
             },
-            head_scores: HeadScores::default(),
+            extras: Extras::default(),
+            max_scores: None,
             q: Buf::F32(&self.q),
             q_strides: (64, 64),
             k: Buf::I8(&self.kv),
@@ -283,7 +285,8 @@ fn int4_strides_that_split_a_byte_and_pages_without_scales_are_refused() {
                 v: &scales,
                 v_strides: scale_strides,
             },
-            head_scores: HeadScores::default(),
+            extras: Extras::default(),
+            max_scores: None,
             q: Buf::F32(&q),
             q_strides: (128, 64),
             k: Buf::I4(&codes),

@@ -11,5 +11,5 @@ pub mod shape;
 
 pub use dtype::{Buf, BufMut, DType, ScaleGrain};
 pub use error::BadArgument;
-pub use mask::Mask;
+pub use mask::{Mask, Seen};
 pub use shape::{HeadShape, SeqLen};

@@ -15,17 +15,24 @@ pub struct SeqLen {
     pub seqlen_q: usize,
     /// Key tokens visible to the last query (`cached_len + extend_len` when serving).
     pub seqlen_k: usize,
+    /// First keys that every query sees, whatever the mask says about them (prefix-LM: 0 = none; at most `seqlen_k` count).
+    pub prefix_len: usize,
 }
 
 impl SeqLen {
     /// A sequence with `seqlen_q` queries over `seqlen_k` keys. Either may be zero or the larger.
     pub const fn new(seqlen_q: usize, seqlen_k: usize) -> Self {
-        SeqLen { seqlen_q, seqlen_k }
+        SeqLen { seqlen_q, seqlen_k, prefix_len: 0 }
     }
 
     /// A serving step: `extend_len` new tokens after `cached_len` cached ones.
     pub const fn extend(cached_len: usize, extend_len: usize) -> Self {
-        SeqLen { seqlen_q: extend_len, seqlen_k: cached_len + extend_len }
+        SeqLen::new(extend_len, cached_len + extend_len)
+    }
+
+    /// The same lengths with `prefix_len` first keys in sight of every query.
+    pub const fn with_prefix(self, prefix_len: usize) -> Self {
+        SeqLen { prefix_len, ..self }
     }
 }
 

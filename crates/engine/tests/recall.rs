@@ -267,7 +267,7 @@ fn attention_is_booked_to_the_closed_form_whatever_the_chunks() {
         let opts = suanpan_engine::EngineOptions { long_prefill_token_threshold: chunk, ..opts };
         let books = run_alone(opts, request(&loopy(9, prompt), exactly(outputs))).books;
         let computed = prompt + outputs - 1;
-        let len = SeqLen { seqlen_q: computed, seqlen_k: computed };
+        let len = SeqLen::new(computed, computed);
         let pairs = |l: &LayerConfig| l.window.map_or(Mask::CAUSAL, Mask::window).visible_pairs(len);
         let pairs = config.layers.iter().map(pairs).sum::<u64>() * config.heads.num_q_heads as u64;
         let written =

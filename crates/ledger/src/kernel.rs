@@ -37,11 +37,12 @@ pub fn scale_read_bytes(
     let mut pairs = 0u64;
     for row in (0..len.seqlen_q).step_by(tile_q) {
         let hull = mask.visible_hull(len, row..(row + tile_q).min(len.seqlen_q));
-        let mut key = hull.start;
-        while key < hull.end {
-            let end = (key / key_block * key_block + key_block).min(hull.end);
-            pairs += scale_runs(scales, page_size, key..end);
-            key = end;
+        for mut keys in hull.pieces() {
+            while !keys.is_empty() {
+                let end = (keys.start / key_block * key_block + key_block).min(keys.end);
+                pairs += scale_runs(scales, page_size, keys.start..end);
+                keys.start = end;
+            }
         }
     }
     pairs * heads.num_kv_heads as u64 * SCALE_PAIR_BYTES
@@ -87,6 +88,50 @@ pub fn attention_books(
     }
 }
 
+/// The same where bits narrow the mask: `seen(query head, row, key)` says which of the mask's pairs count. Keys are loaded in blocks of
+/// `tile.1` that stand on multiples of it; a tile of `tile.0` tokens loads those in which the kv head's rows see a key, and their scales.
+/// O(pairs).
+pub fn attention_books_seen(
+    heads: HeadShape,
+    mask: Mask,
+    len: SeqLen,
+    (kv_dtype, scales, page_size): (DType, ScaleGrain, usize),
+    (tile_q, key_block): (usize, usize),
+    seen: impl Fn(usize, usize, usize) -> bool,
+) -> AttnBooks {
+    assert!(tile_q >= 1 && key_block >= 1, "a tile holds at least one token");
+    let group = heads.group_size();
+    let (mut pairs, mut keys_loaded, mut scale_pairs) = (0u64, 0u64, 0u64);
+    for (start, kv_head) in
+        (0..len.seqlen_q).step_by(tile_q).flat_map(|s| (0..heads.num_kv_heads).map(move |h| (s, h)))
+    {
+        let rows = start..(start + tile_q).min(len.seqlen_q);
+        let hull = mask.visible_hull(len, rows.clone());
+        let mut touched = vec![false; len.seqlen_k.div_ceil(key_block)];
+        for (row, head) in
+            rows.flat_map(|row| (kv_head * group..(kv_head + 1) * group).map(move |h| (row, h)))
+        {
+            for key in mask.visible(len, row).keys().filter(|&key| seen(head, row, key)) {
+                pairs += 1;
+                touched[key / key_block] = true;
+            }
+        }
+        for block in (0..touched.len()).filter(|&block| touched[block]) {
+            for keys in hull.within(&(block * key_block..(block + 1) * key_block)) {
+                keys_loaded += keys.len() as u64;
+                scale_pairs += scale_runs(scales, page_size, keys);
+            }
+        }
+    }
+    let per_key = kv_write_bytes(heads, 1, kv_dtype) / heads.num_kv_heads as u64;
+    AttnBooks {
+        pairs,
+        flops: forward_flops(pairs, heads),
+        kv_read_bytes: keys_loaded * per_key + scale_pairs * SCALE_PAIR_BYTES,
+        kv_write_bytes: 0,
+    }
+}
+
 /// Backward FLOPs of `pairs` visible pairs (already summed over query heads): five products, of which scores, dQ and dK are
 /// head_dim_qk deep and dP and dV head_dim_v (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 pub const fn backward_flops(pairs: u64, heads: HeadShape) -> u64 {
@@ -105,28 +150,63 @@ pub fn backward_books(
 ) -> BackwardBooks {
     assert!(tile_q >= 1 && tile_k >= 1, "a tile holds at least one token");
     let pairs = mask.visible_pairs(len) * heads.num_q_heads as u64;
-    // Hulls grow with the query tile, so the key tiles that are seen form runs: count each key tile when it comes up first.
-    let (mut tokens_loaded, mut keys_loaded, mut next_key) = (0u64, 0u64, 0usize);
-    let mut row = 0;
-    while row < len.seqlen_q {
-        let end = (row + tile_q).min(len.seqlen_q);
-        let hull = mask.visible_hull(len, row..end);
-        if !hull.is_empty() {
-            let (first, last) = (hull.start / tile_k, (hull.end - 1) / tile_k);
-            tokens_loaded += ((last - first + 1) * (end - row)) as u64;
-            let from = next_key.max(first * tile_k);
-            let to = ((last + 1) * tile_k).min(len.seqlen_k);
-            keys_loaded += to.saturating_sub(from) as u64;
-            next_key = next_key.max(to);
+    let mut touched = vec![false; len.seqlen_k.div_ceil(tile_k)];
+    let mut tokens_loaded = 0u64;
+    for start in (0..len.seqlen_q).step_by(tile_q) {
+        let end = (start + tile_q).min(len.seqlen_q);
+        let hull = mask.visible_hull(len, start..end);
+        for tile in hull.tiles(tile_k).into_iter().flatten() {
+            touched[tile] = true;
+            tokens_loaded += (end - start) as u64;
         }
-        row = end;
     }
+    let keys = |tile: usize| tile_k.min(len.seqlen_k - tile * tile_k) as u64;
+    let keys_loaded: u64 = (0..touched.len()).filter(|&tile| touched[tile]).map(keys).sum();
     let q_bytes = q_dtype.bytes_of(heads.num_q_heads * (heads.head_dim_qk + heads.head_dim_v));
     BackwardBooks {
         pairs,
         flops: backward_flops(pairs, heads),
         kv_read_bytes: keys_loaded * kv_write_bytes(heads, 1, kv_dtype),
         q_read_bytes: tokens_loaded * q_bytes as u64,
+    }
+}
+
+/// [`backward_books`] where bits narrow the mask, as for [`attention_books_seen`]. A pair of tiles without a visible pair loads nothing.
+pub fn backward_books_seen(
+    heads: HeadShape,
+    mask: Mask,
+    len: SeqLen,
+    (q_dtype, kv_dtype): (DType, DType),
+    (tile_q, tile_k): (usize, usize),
+    seen: impl Fn(usize, usize, usize) -> bool,
+) -> BackwardBooks {
+    assert!(tile_q >= 1 && tile_k >= 1, "a tile holds at least one token");
+    let (group, tiles_k) = (heads.group_size(), len.seqlen_k.div_ceil(tile_k));
+    let (mut pairs, mut tokens_loaded, mut keys_loaded) = (0u64, 0u64, 0u64);
+    for kv_head in 0..heads.num_kv_heads {
+        let mut loaded = vec![false; tiles_k];
+        for start in (0..len.seqlen_q).step_by(tile_q) {
+            let rows = start..(start + tile_q).min(len.seqlen_q);
+            let mut touched = vec![false; tiles_k];
+            for (row, head) in
+                rows.clone().flat_map(|r| (kv_head * group..(kv_head + 1) * group).map(move |h| (r, h)))
+            {
+                for key in mask.visible(len, row).keys().filter(|&key| seen(head, row, key)) {
+                    pairs += 1;
+                    touched[key / tile_k] = true;
+                    loaded[key / tile_k] = true;
+                }
+            }
+            tokens_loaded += (touched.iter().filter(|t| **t).count() * rows.len() * group) as u64;
+        }
+        let keys = |tile: usize| tile_k.min(len.seqlen_k - tile * tile_k) as u64;
+        keys_loaded += (0..tiles_k).filter(|&tile| loaded[tile]).map(keys).sum::<u64>();
+    }
+    BackwardBooks {
+        pairs,
+        flops: backward_flops(pairs, heads),
+        kv_read_bytes: keys_loaded * kv_write_bytes(heads, 1, kv_dtype) / heads.num_kv_heads as u64,
+        q_read_bytes: tokens_loaded * q_dtype.bytes_of(heads.head_dim_qk + heads.head_dim_v) as u64,
     }
 }
 

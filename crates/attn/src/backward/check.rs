@@ -8,6 +8,7 @@ use super::plan::BackwardPlan;
 use super::run::BackwardArgs;
 use super::workspace::{BackwardWorkspace, Sizes};
 use crate::check::{extent, rows_are_disjoint};
+use crate::extras::Asked;
 
 const OP: &str = "attention backward";
 
@@ -50,6 +51,15 @@ pub(crate) fn check(
         let supported = format!("at least {need}: made for this plan");
         return Err(refuse(format!("workspace ({field})"), have, supported));
     }
+    let asked = Asked { op: OP, problem: &plan.problem, total_q: plan.total_q };
+    asked.check(&args.extras, plan.seqs.iter().map(|s| s.len))?;
+    if let Some(d_sinks) = &args.d_sinks {
+        let want = if plan.problem.scores.sink { plan.problem.heads.num_q_heads } else { 0 };
+        if d_sinks.len() != want || want == 0 {
+            return Err(refuse("d_sinks length", d_sinks.len(), format!("{want}, one a sink")));
+        }
+    }
+    check_d_bias(plan, args)?;
     let want = checked_product(OP, "lse", &[plan.total_q, plan.problem.heads.num_q_heads])?;
     for (field, len) in [("lse length", Some(args.lse.len())), ("d_lse length", args.d_lse.map(<[f32]>::len))]
     {
@@ -58,6 +68,33 @@ pub(crate) fn check(
         {
             return Err(refuse(field, len, format!("num_q_heads x total_q = {want}")));
         }
+    }
+    Ok(())
+}
+
+/// Room for the gradient of the bias, and no two of its numbers in one place.
+fn check_d_bias(plan: &BackwardPlan, args: &BackwardArgs<'_>) -> Result<(), BadArgument> {
+    let word = |there: bool| if there { "given" } else { "absent" };
+    let Some((d_bias, bias)) = args.d_bias.as_ref().zip(args.extras.bias).filter(|_| plan.d_bias) else {
+        let given = args.d_bias.is_some();
+        return if given == plan.d_bias {
+            Ok(())
+        } else {
+            Err(refuse("d_bias", word(given), format!("{}, as planned", word(plan.d_bias))))
+        };
+    };
+    let lens = || plan.seqs.iter().map(|s| s.len);
+    let need = bias.strides.extent(plan.problem.heads, lens()).unwrap_or(usize::MAX);
+    if d_bias.len() < need {
+        return Err(refuse("d_bias length", d_bias.len(), format!("at least {need} elements, as the bias")));
+    }
+    if !bias.strides.apart(plan.problem.heads, lens()) {
+        let asked = format!("{:?}", bias.strides);
+        return Err(refuse(
+            "bias strides",
+            asked,
+            "with a gradient: numbers that do not share elements, but for strides of 0",
+        ));
     }
     Ok(())
 }

@@ -8,12 +8,13 @@ use std::fmt;
 use std::ops::Range;
 
 use suanpan_base::error::checked_product;
-use suanpan_base::{BadArgument, DType, SeqLen};
+use suanpan_base::{BadArgument, DType, Seen, SeqLen};
 use suanpan_ledger::{BackwardBooks, kernel};
 
 use crate::cpu::detect::Machine;
+use crate::extras::Extras;
 use crate::plan::Limits;
-use crate::problem::{KvLayout, Problem, Scores};
+use crate::problem::{KvLayout, Problem};
 
 /// The name under which this file refuses a request.
 const OP: &str = "attention backward plan";
@@ -33,6 +34,14 @@ pub(crate) struct BackwardUnit {
     remaining: u64,
 }
 
+impl BackwardUnit {
+    /// Keys `keys` of sequence `seq` under kv head `kv_head`.
+    pub fn new(seq: usize, kv_head: usize, keys: Range<usize>) -> BackwardUnit {
+        let (seq, kv_head) = (seq as u32, kv_head as u32);
+        BackwardUnit { seq, kv_head, key_start: keys.start, keys: keys.len(), remaining: 0 }
+    }
+}
+
 /// A sequence with its place in the packed buffers.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct BackwardSeq {
@@ -49,6 +58,8 @@ pub struct BackwardPlan {
     pub(crate) problem: Problem,
     pub(crate) machine: Machine,
     pub(crate) limits: Limits,
+    /// The gradient of the bias is wanted.
+    pub(crate) d_bias: bool,
     pub(crate) seqs: Vec<BackwardSeq>,
     pub(crate) units: Vec<BackwardUnit>,
     /// (sequence, query tile), in order.
@@ -69,20 +80,12 @@ impl BackwardPlan {
                 return Err(BadArgument::new(OP, field, dtype, "f32, bf16"));
             }
         }
-        if problem.scores != Scores::default() {
-            let asked = problem.scores.to_string();
-            return Err(BadArgument::new(
-                OP,
-                "scores",
-                asked,
-                "scale and mask alone: no softcap, ALiBi or sink",
-            ));
-        }
         limits.check(OP)?;
         let mut plan = BackwardPlan {
             problem: *problem,
             machine: *machine,
             limits,
+            d_bias: false,
             seqs: Vec::new(),
             units: Vec::new(),
             tiles: Vec::new(),
@@ -94,6 +97,28 @@ impl BackwardPlan {
         plan.tiles.reserve_exact(plan.max_tiles());
         plan.units.reserve_exact(plan.max_units());
         Ok(plan)
+    }
+
+    /// The same plan, with the gradient of the bias: a second pass that makes scores and d_out·v again (two products more on five), and
+    /// so needs no memory for sums over what the bias is broadcast to. Refuses a problem without a bias.
+    pub fn with_d_bias(self) -> Result<BackwardPlan, BadArgument> {
+        if !self.problem.scores.bias {
+            return Err(BadArgument::new(OP, "d_bias", "wanted", "a problem with a bias"));
+        }
+        Ok(BackwardPlan { d_bias: true, ..self })
+    }
+
+    /// The books with the second pass, where it is wanted: it loads what the first one loaded.
+    fn with_second_pass(&self, first: BackwardBooks) -> BackwardBooks {
+        if !self.d_bias {
+            return first;
+        }
+        BackwardBooks {
+            pairs: first.pairs,
+            flops: first.flops + kernel::forward_flops(first.pairs, self.problem.heads),
+            kv_read_bytes: 2 * first.kv_read_bytes,
+            q_read_bytes: 2 * first.q_read_bytes,
+        }
     }
 
     /// What the plan is for.
@@ -129,10 +154,27 @@ impl BackwardPlan {
         }
     }
 
-    /// What the ledger expects one call of a sequence of this length to compute and read.
+    /// What the ledger expects one call of a sequence of this length to compute and read; with a tree or block mask a bound from above.
     pub fn predicted(&self, len: SeqLen) -> BackwardBooks {
         let p = &self.problem;
-        kernel::backward_books(p.heads, p.mask, len, (p.q_dtype, p.kv_dtype), self.tile_q(), self.tile_k())
+        let types = (p.q_dtype, p.kv_dtype);
+        self.with_second_pass(kernel::backward_books(
+            p.heads,
+            p.mask,
+            len,
+            types,
+            self.tile_q(),
+            self.tile_k(),
+        ))
+    }
+
+    /// The same for sequence `seq` of the schedule under the call's tree and block masks, pair by pair. Panics when `extras` do not fit.
+    pub fn predicted_with(&self, seq: usize, extras: &Extras<'_>) -> BackwardBooks {
+        let (p, BackwardSeq { len, q_start, .. }) = (&self.problem, self.seqs[seq]);
+        let tiles = (self.tile_q(), self.tile_k());
+        let seen = |head: usize, row: usize, key: usize| extras.sees(p, (seq, len, q_start), head, row, key);
+        let types = (p.q_dtype, p.kv_dtype);
+        self.with_second_pass(kernel::backward_books_seen(p.heads, p.mask, len, types, tiles, seen))
     }
 
     /// Lays out a batch. Nothing is allocated within the limits; past them it is a refusal and the plan keeps its old schedule.
@@ -161,21 +203,24 @@ impl BackwardPlan {
         for tile in (0..len.seqlen_k.div_ceil(tile_k)).rev() {
             let key_start = tile * tile_k;
             let keys = tile_k.min(len.seqlen_k - key_start);
-            let rows = self.rows_that_see(len, key_start..key_start + keys);
-            remaining += (rows.len() * keys) as u64;
+            // Heads are short and seen by nearly everybody.
+            let in_head =
+                len.seqlen_q > 0 && key_start < self.problem.mask.visible(len, len.seqlen_q - 1).head;
+            let rows = self.rows_that_see(len, key_start..key_start + keys).len();
+            remaining += (if in_head { len.seqlen_q } else { rows } * keys) as u64;
             for kv_head in 0..self.problem.heads.num_kv_heads as u32 {
                 self.units.push(BackwardUnit { seq, kv_head, key_start, keys, remaining });
             }
         }
     }
 
-    /// Query tokens of a sequence that may see a key of `keys`; starts and ends of visible ranges grow with the token.
+    /// Query tokens of a sequence whose run reaches a key of `keys`; starts and ends of visible ranges grow with the token.
     fn rows_that_see(&self, len: SeqLen, keys: Range<usize>) -> Range<usize> {
         let first = |stop: &dyn Fn(Range<usize>) -> bool| {
             let (mut low, mut high) = (0, len.seqlen_q);
             while low < high {
                 let middle = low + (high - low) / 2;
-                if stop(self.problem.mask.visible(len, middle)) {
+                if stop(self.problem.mask.visible(len, middle).run) {
                     high = middle;
                 } else {
                     low = middle + 1;
@@ -188,9 +233,16 @@ impl BackwardPlan {
     }
 
     /// Keys that query tile `tile` of a sequence of this length may see (its hull).
-    pub(crate) fn hull(&self, len: SeqLen, tile: usize) -> Range<usize> {
+    pub(crate) fn hull(&self, len: SeqLen, tile: usize) -> Seen {
         let start = tile * self.tile_q();
         self.problem.mask.visible_hull(len, start..(start + self.tile_q()).min(len.seqlen_q))
+    }
+
+    /// Whether rows of query tile `tile` see other keys than runs of them.
+    pub(crate) fn by_bits(&self, len: SeqLen, tile: usize) -> bool {
+        let last = ((tile + 1) * self.tile_q()).min(len.seqlen_q) - 1;
+        let p = &self.problem;
+        p.tree || p.block_mask.is_some() || p.mask.visible(len, last).head > 0
     }
 
     /// Rows of the widest query tile: query tokens × group.
@@ -225,7 +277,7 @@ impl fmt::Display for BackwardPlan {
         let h = p.heads;
         writeln!(
             f,
-            "attention backward: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}; {}",
+            "attention backward: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}{}; {}",
             h.num_q_heads,
             h.num_kv_heads,
             h.head_dim_qk,
@@ -233,6 +285,7 @@ impl fmt::Display for BackwardPlan {
             p.q_dtype,
             p.kv_dtype,
             p.mask,
+            p.scores,
             self.machine
         )?;
         let place = if self.sums_apart() { "f32 sums in the workspace" } else { "place" };
@@ -242,6 +295,12 @@ impl fmt::Display for BackwardPlan {
             self.tile_q(),
             self.tile_k()
         )?;
+        if self.d_bias {
+            writeln!(
+                f,
+                "  a second pass for the bias: scores and d_out·v again, summed where they are broadcast to"
+            )?;
+        }
         for s in &self.seqs {
             let tiles = s.len.seqlen_k.div_ceil(self.tile_k()) * h.num_kv_heads;
             writeln!(f, "  q {} k {}: {tiles} tasks", s.len.seqlen_q, s.len.seqlen_k)?;
@@ -257,16 +316,7 @@ mod tests {
 
     fn plan(heads: HeadShape, mask: Mask) -> BackwardPlan {
         let (q_dtype, kv_dtype) = (DType::Bf16, DType::Bf16);
-        let problem = Problem {
-            kv_scales: suanpan_base::ScaleGrain::None,
-            heads,
-            mask,
-            scores: Scores::default(),
-            softmax_scale: None,
-            q_dtype,
-            kv_dtype,
-            kv: KvLayout::Contiguous,
-        };
+        let problem = Problem { q_dtype, kv_dtype, ..Problem::new(heads, mask) };
         let limits = Limits { max_seqs: 4, max_total_q: 9000, max_seqlen_k: 5000 };
         BackwardPlan::new(&problem, &Machine::detect(2), limits).unwrap()
     }
@@ -304,7 +354,7 @@ mod tests {
                 for keys in (0..k).flat_map(|a| (a + 1..=k).map(move |b| a..b)) {
                     let rows = p.rows_that_see(len, keys.clone());
                     for i in 0..q {
-                        let seen = mask.visible(len, i);
+                        let seen = mask.visible(len, i).run;
                         let sees = !seen.is_empty() && seen.start < keys.end && seen.end > keys.start;
                         assert_eq!(rows.contains(&i), sees, "{mask} {len:?} {keys:?} row {i}");
                     }

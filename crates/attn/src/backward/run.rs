@@ -9,6 +9,7 @@ use super::plan::BackwardPlan;
 use super::workspace::BackwardWorkspace;
 use crate::cpu::backward::task::Call;
 use crate::cpu::task::Queue;
+use crate::extras::Extras;
 use crate::run::on_workers;
 
 /// The buffers of one call. Sequences are packed one after another, in schedule order; strides are (token, head), in elements, and
@@ -39,6 +40,13 @@ pub struct BackwardArgs<'a> {
     pub d_out_strides: (usize, usize),
     /// Gradient of the loss with respect to `lse`, of its shape; `None` = the loss does not look at lse.
     pub d_lse: Option<&'a [f32]>,
+    /// What the problem asks for beside q, k and v: the forward's.
+    pub extras: Extras<'a>,
+    /// `[num_q_heads]`: gradient with respect to the sinks of `extras`, written; `None` = not wanted.
+    pub d_sinks: Option<&'a mut [f32]>,
+    /// Gradient with respect to the bias of `extras`, under its strides, summed over what it is broadcast to; wanted when the plan says so
+    /// ([`BackwardPlan::with_d_bias`]). Numbers of pairs that nobody sees are 0; elements beside the lengths stay as they are.
+    pub d_bias: Option<&'a mut [f32]>,
     /// Gradient with respect to `q`, of its shape and element type. Every row is written; zeros where a row sees no key.
     pub dq: BufMut<'a>,
     /// Strides of `dq`; rows must not overlap.
@@ -64,22 +72,28 @@ pub fn run_backward(
     books: &mut [BackwardBooks],
 ) -> Result<(), BadArgument> {
     super::check::check(plan, &args, ws, books)?;
+    let (mut args, mut none) = (args, []);
+    let d_sinks = args.d_sinks.take().unwrap_or(&mut none);
     let call = Call::new(plan, args, ws);
     let kv_heads = plan.problem.heads.num_kv_heads;
     // SAFETY: `check` passed; each tile is taken once.
     for_each(plan, plan.tiles.len() * kv_heads, |at, _| unsafe {
         call.prepare(at / kv_heads, at % kv_heads)
     });
+    d_sinks.iter_mut().enumerate().for_each(|(head, d)| *d = call.d_sink(head));
     // SAFETY: `check` passed; rows are prepared; each unit is taken once, in order, and each worker index has a slot of its own.
     for_each(plan, plan.units.len(), |at, worker| unsafe { call.run_unit(at, worker) });
+    // SAFETY: `check` passed and found elements of d_bias apart; rows are prepared; each part is taken once.
+    for_each(plan, call.bias_parts(), |at, worker| unsafe { call.run_bias(at, worker) });
     let (heads, p) = (plan.problem.heads, &plan.problem);
     let per_key = kernel::kv_write_bytes(heads, 1, p.kv_dtype) / kv_heads as u64;
     let per_row = p.q_dtype.bytes_of(heads.head_dim_qk + heads.head_dim_v) as u64;
     for (book, counted) in books.iter_mut().zip(call.counters) {
         let pairs = counted.pairs.load(Ordering::Relaxed);
+        let again = counted.bias_pairs.load(Ordering::Relaxed);
         *book += BackwardBooks {
             pairs,
-            flops: kernel::backward_flops(pairs, heads),
+            flops: kernel::backward_flops(pairs, heads) + kernel::forward_flops(again, heads),
             kv_read_bytes: counted.keys.load(Ordering::Relaxed) * per_key,
             q_read_bytes: counted.rows.load(Ordering::Relaxed) * per_row,
         };

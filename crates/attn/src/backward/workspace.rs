@@ -3,7 +3,11 @@
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use super::plan::BackwardPlan;
+use crate::cpu::seen::Bits;
 use crate::workspace::{Floats, LINE, TILE_ROWS};
+
+/// Blocks of 128 keys of the widest key tile.
+pub(crate) const TILE_BLOCKS: usize = 3;
 
 /// How many floats and counters a plan needs.
 #[derive(Clone, Copy, Debug, Default)]
@@ -48,6 +52,8 @@ pub(crate) struct SlotLayout {
     pub zeros: usize,
     /// usize pairs: visible key range a row.
     pub visible: usize,
+    /// `[Bits; TILE_BLOCKS]`: visible keys a row, where rows do not see runs.
+    pub bits: usize,
     /// usize pairs: the rows that see a group of keys.
     pub seen_by: usize,
     /// usize: element offsets of rows of K, V or q.
@@ -91,6 +97,7 @@ impl SlotLayout {
             delta: part(rows),
             zeros: part(h.head_dim_qk.max(h.head_dim_v) + LINE),
             visible: part(rows * 2 * words),
+            bits: part(rows * TILE_BLOCKS * size_of::<Bits>() / size_of::<f32>()),
             seen_by: part(keys.div_ceil(TILE_ROWS) * 2 * words),
             offsets: part(rows.max(keys) * words),
             // One line between slots keeps neighbours' prefetches apart.
@@ -151,6 +158,8 @@ impl Sizes {
 pub(crate) struct Counters {
     /// (row, visible key) pairs.
     pub pairs: AtomicU64,
+    /// The same in the pass for the bias.
+    pub bias_pairs: AtomicU64,
     /// Keys loaded.
     pub keys: AtomicU64,
     /// Rows of q and d_out loaded.

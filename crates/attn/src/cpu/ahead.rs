@@ -3,6 +3,8 @@
 //! Memory answers after a hundred nanoseconds and more, and the processor guesses only inside a 4 KiB page: without the walk, loads
 //! and arithmetic take turns. The last block of a task asks for the first block of the task that its thread runs next.
 
+use std::ops::Range;
+
 use suanpan_base::DType;
 
 use super::task::{Scratch, Task};
@@ -12,31 +14,34 @@ use crate::plan::KEY_BLOCK;
 /// Bytes of a cache line.
 pub(crate) const LINE_BYTES: usize = 64;
 
-/// The position of the task's first block; of a task without keys, its end.
-#[inline(always)]
-pub(crate) fn first_block(t: &Task<'_>) -> usize {
-    if t.unit.key_start < t.unit.key_end { t.unit.key_start / KEY_BLOCK * KEY_BLOCK } else { t.unit.key_end }
-}
-
-/// The task's keys in the block at `base`, as columns.
+/// The task's keys in the block at `base`, as columns from the first to the last.
 #[inline(always)]
 pub(crate) fn columns(t: &Task<'_>, base: usize) -> (usize, usize) {
-    let clip = |key: usize| key.clamp(base, base + KEY_BLOCK) - base;
-    (clip(t.unit.key_start), clip(t.unit.key_end))
+    let [head, run] = t.pieces(base);
+    if head.is_empty() {
+        (run.start, run.end)
+    } else {
+        (head.start, if run.is_empty() { head.end } else { run.end })
+    }
 }
 
-/// Offsets of the task's keys in the block at `base`. Columns beside them stand for the nearest key, so that keys are dotted
-/// four at a time without ends; nobody looks at those scores.
+/// Offsets of the task's keys in the block at `base`. Columns beside them stand for another of its keys, so that keys are dotted
+/// four at a time without ends; nobody looks at those scores, and no page without keys of the task is touched.
 #[inline(always)]
 pub(crate) fn fill_offsets(t: &Task<'_>, base: usize, k_off: &mut [usize], v_off: &mut [usize]) {
-    let (lo, hi) = columns(t, base);
-    if lo == hi {
-        return;
+    let mut done = 0;
+    for piece in t.pieces(base).into_iter().filter(|piece| !piece.is_empty()) {
+        let Range { start, end } = piece;
+        t.fill_offsets(base + start..base + end, &mut k_off[start..end], &mut v_off[start..end]);
+        let (k, v) = (k_off[start], v_off[start]);
+        k_off[done..start].fill(k);
+        v_off[done..start].fill(v);
+        done = end;
     }
-    t.fill_offsets(base + lo..base + hi, &mut k_off[lo..hi], &mut v_off[lo..hi]);
-    let (first, last) = (k_off[lo], k_off[hi - 1]);
-    k_off[..lo].fill(first);
-    k_off[hi..].fill(last);
+    if done > 0 {
+        let last = k_off[done - 1];
+        k_off[done..].fill(last);
+    }
 }
 
 /// Keys or values of the walk: where the first head's element 0 is; element type; bytes of a row, and from head to head.
@@ -66,19 +71,20 @@ pub(crate) struct Ahead {
 }
 
 impl Ahead {
-    /// The walk over what comes after the block at `base` of task `t`: its next block or, behind the last one, the first block of the
-    /// task that it takes from the queue, which it returns. Fills in `k_next` and `v_next`.
+    /// The walk over block `next` of task `t` or, where it has none, over the first block of the task that it takes from the queue, which it
+    /// returns. Fills in `k_next` and `v_next`.
     #[inline(always)]
-    pub fn after(t: &Task<'_>, base: usize, w: &mut Scratch<'_>) -> (Ahead, Option<usize>) {
-        let next = base + KEY_BLOCK;
-        if next < t.unit.key_end {
+    pub fn over(t: &Task<'_>, next: Option<usize>, w: &mut Scratch<'_>) -> (Ahead, Option<usize>) {
+        if let Some(next) = next {
             return (Ahead::new(t, next, w), None);
         }
         let task = t.queue.take();
-        match task.map(|task| t.other(task)) {
-            Some(other) => (Ahead::new(&other, first_block(&other), w), task),
-            None => (Ahead { end: 0, ..Ahead::new(t, base, w) }, task),
-        }
+        let other = task.map(|task| t.other(task));
+        let ahead = match other.and_then(|other| Some((other, other.first_block()?))) {
+            Some((other, first)) => Ahead::new(&other, first, w),
+            None => Ahead { end: 0, ..Ahead::new(t, t.unit.key_end, w) },
+        };
+        (ahead, task)
     }
 
     #[inline(always)]

@@ -4,10 +4,13 @@
 //! in that order. A task works block by block and, inside a block, head by head; while it works on one block it asks for the next
 //! one of all its heads, a few rows at a time, in the order in which pages hold them: that keeps memory busy all along.
 
-use super::ahead::{Ahead, LINE_BYTES, columns, fill_offsets, first_block};
+use std::ops::Range;
+
+use super::ahead::{Ahead, LINE_BYTES, columns, fill_offsets};
 use super::element::{Elem, InPlace};
 use super::kv_scales::{ask, fill, scale_weights};
-use super::scores::change_row;
+use super::scores::{change_row, drop_row};
+use super::seen::{Bits, Runs, bits_of, hide, hull};
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Task};
 use super::vector::Vector;
@@ -129,48 +132,46 @@ pub(crate) unsafe fn run<V: Vector, E: Rows<V>, const N: usize>(
         for head in 0..t.unit.kv_heads {
             start::<V, E>(&t.of_head(head), &mut w, head * t.rows());
         }
-        let (mut counts, mut next_task) = (Counts::default(), None);
-        let mut base = first_block(t);
-        fill_offsets(t, base, w.k_off, w.v_off);
-        while base < t.unit.key_end {
-            let (lo, hi) = columns(t, base);
+        let (mut counts, mut block) = (Counts::default(), t.first_block());
+        let mut next_task = if block.is_none() { t.queue.take() } else { None };
+        if let Some(base) = block {
+            fill_offsets(t, base, w.k_off, w.v_off);
+        }
+        while let Some(base) = block {
+            block = t.block_from(base + KEY_BLOCK);
             let mut ahead;
-            (ahead, next_task) = Ahead::after(t, base, &mut w);
-            let next_base = base + KEY_BLOCK;
-            let next = if next_base < t.unit.key_end {
-                Some((*t, next_base))
-            } else {
-                next_task.map(|task| t.other(task)).map(|other| (other, first_block(&other)))
+            (ahead, next_task) = Ahead::over(t, block, &mut w);
+            let next = match block {
+                Some(base) => Some((*t, base)),
+                None => next_task.map(|task| t.other(task)).and_then(|t| Some((t, t.first_block()?))),
             };
             for head in 0..t.unit.kv_heads {
                 if let Some((next, base)) = next.filter(|(next, _)| head < next.unit.kv_heads) {
                     ask::<V>(&next.of_head(head), base);
                 }
-                counts.scales += fill::<V>(&t.of_head(head), &w, base, (lo, hi)).runs;
-                counts.keys += (hi - lo) as u64;
-                counts.pairs += match kv {
+                let at = t.of_head(head);
+                let row = head * t.rows();
+                let scales = fill::<V>(&at, &w, base).runs;
+                let (pairs, keys) = match kv {
                     Kv::InPlace(k, v) => {
                         let (k_head, v_head) = t.head_strides();
-                        let (k, v) = (E::at(k, head * k_head), E::at(v, head * v_head));
-                        let h = Head { k, v, row: head * t.rows() };
-                        head_over_block::<V, E, N>(t, &w, h, &mut ahead, base)
+                        let h = Head { k: E::at(k, head * k_head), v: E::at(v, head * v_head), row };
+                        head_over_block::<V, E, N>(&at, &mut w, h, &mut ahead, base)
                     }
                     Kv::Widened => {
-                        widen_block::<V>(t, &mut w, head, (lo, hi));
-                        let h = Head {
-                            k: w.k.cast_const().cast(),
-                            v: w.v.cast_const().cast(),
-                            row: head * t.rows(),
-                        };
-                        let pairs = head_over_block::<V, E, N>(t, &w, h, &mut ahead, base);
+                        widen_block::<V>(t, &mut w, head, columns(t, base));
+                        let h = Head { k: w.k.cast_const().cast(), v: w.v.cast_const().cast(), row };
+                        let counted = head_over_block::<V, E, N>(&at, &mut w, h, &mut ahead, base);
                         w.swap_wide();
-                        pairs
+                        counted
                     }
                 };
+                counts.pairs += pairs;
+                counts.keys += keys;
+                counts.scales += if keys > 0 { scales } else { 0 };
             }
             std::mem::swap(&mut w.k_off, &mut w.k_next);
             std::mem::swap(&mut w.v_off, &mut w.v_next);
-            base += KEY_BLOCK;
         }
         for head in 0..t.unit.kv_heads {
             finish::<V, E>(&t.of_head(head), &w, head * t.rows());
@@ -179,34 +180,42 @@ pub(crate) unsafe fn run<V: Vector, E: Rows<V>, const N: usize>(
     }
 }
 
-/// All rows of one head over the block at `base`. Returns the (row, key) pairs.
+/// All rows of one head over the block at `base`. Returns the (row, key) pairs and the keys loaded.
 #[inline(always)]
 unsafe fn head_over_block<V: Vector, E: Rows<V>, const N: usize>(
     t: &Task<'_>,
-    w: &Scratch<'_>,
+    w: &mut Scratch<'_>,
     h: Head<E>,
     ahead: &mut Ahead,
     base: usize,
-) -> u64 {
+) -> (u64, u64) {
+    let [head, run] = t.pieces(base).map(|piece| bits_of(&piece));
+    for row in 0..t.rows() {
+        w.bits[row] = if t.unit.by_bits {
+            t.row_bits(row, base, head | run)
+        } else {
+            bits_of(&w.visible_columns(row, base))
+        };
+    }
     let (mut row, mut pairs) = (0, 0);
     while row < t.rows() {
-        let n = sharing(w, row, t.rows(), base);
-        let seen = w.visible_columns(row, base);
-        pairs += (n * seen.len()) as u64;
-        let cols = (seen.start, seen.end);
+        let n = sharing(w, row, t.rows());
+        let bits = w.bits[row];
+        pairs += n as u64 * u64::from(bits.count_ones());
         let at = Head { row: h.row + row, ..h };
         // SAFETY: forwarded.
         unsafe {
             match n {
-                1 => rows_over_block::<V, E, 1, N>(t, w, at, ahead, base, cols),
-                2 => rows_over_block::<V, E, 2, N>(t, w, at, ahead, base, cols),
-                3 => rows_over_block::<V, E, 3, N>(t, w, at, ahead, base, cols),
-                _ => rows_over_block::<V, E, GROUP, N>(t, w, at, ahead, base, cols),
+                1 => rows_over_block::<V, E, 1, N>(t, w, at, ahead, (base, row), bits),
+                2 => rows_over_block::<V, E, 2, N>(t, w, at, ahead, (base, row), bits),
+                3 => rows_over_block::<V, E, 3, N>(t, w, at, ahead, (base, row), bits),
+                _ => rows_over_block::<V, E, GROUP, N>(t, w, at, ahead, (base, row), bits),
             }
         }
         row += n;
     }
-    pairs
+    let loaded = !t.call.sight.narrowed() || pairs > 0;
+    (pairs, if loaded { u64::from((head | run).count_ones()) } else { 0 })
 }
 
 /// Where element `i` of a row stands in the order of `load_pair`.
@@ -233,49 +242,59 @@ unsafe fn start<V: Vector, E: Rows<V>>(t: &Task<'_>, w: &mut Scratch<'_>, first:
     }
 }
 
-/// Rows from `row` that share their loads: up to `GROUP` with the same visible columns. Rows that see less than their neighbours
+/// Rows from `row` that share their loads: up to `GROUP` that see the same keys. Rows that see less than their neighbours
 /// go alone, over exactly their own keys: a weight of 0 would not keep a NaN in V out.
 #[inline(always)]
-fn sharing(w: &Scratch<'_>, row: usize, rows: usize, base: usize) -> usize {
+fn sharing(w: &Scratch<'_>, row: usize, rows: usize) -> usize {
     let most = (rows - row).min(GROUP);
-    let seen = w.visible_columns(row, base);
-    if (1..most).all(|i| w.visible_columns(row + i, base) == seen) { most } else { 1 }
+    if (1..most).all(|i| w.bits[row + i] == w.bits[row]) { most } else { 1 }
 }
 
-/// Scores, weights and outputs of R rows from `h.row` over the columns that all of them see.
+/// Scores, weights and outputs of R rows from `h.row` (in the slot; `row` of the head) over the keys `bits` that all of them see.
 #[inline(always)]
 unsafe fn rows_over_block<V: Vector, E: Rows<V>, const R: usize, const N: usize>(
     t: &Task<'_>,
     w: &Scratch<'_>,
     h: Head<E>,
     ahead: &mut Ahead,
-    base: usize,
-    (lo, hi): (usize, usize),
+    (base, row): (usize, usize),
+    bits: Bits,
 ) {
+    let Range { start: lo, end: hi } = hull(bits);
     if lo >= hi {
         return;
     }
+    let holes = bits.count_ones() as usize != hi - lo;
     // SAFETY: forwarded.
     unsafe {
         let cols = Columns { from: lo / V::LANES * V::LANES, to: hi.next_multiple_of(V::LANES), lo, hi };
         E::dots::<R>(t, w, h, ahead, cols);
         for r in 0..R {
-            let row = h.row + r;
-            let (s, sum, max) = (w.s.add(r * KEY_BLOCK), w.sum.add(row * V::LANES), &mut *w.max.add(row));
+            let at = h.row + r;
+            let (s, sum, max) = (w.s.add(r * KEY_BLOCK), w.sum.add(at * V::LANES), &mut *w.max.add(at));
             if t.call.plan.problem.scores.change_scores() {
-                let task = t.of_head(row / t.rows());
-                change_row::<V>(&task, row % t.rows(), base, s, cols);
+                change_row::<V>(t, row + r, base, s, cols);
             }
-            *w.alpha.add(row) = if hi - lo == KEY_BLOCK {
+            if holes {
+                hide(s, (lo, hi), bits);
+            }
+            *w.alpha.add(at) = if hi - lo == KEY_BLOCK {
                 softmax_row::<V, false>(s, cols, max, sum)
             } else {
                 softmax_row::<V, true>(s, cols, max, sum)
             };
+            drop_row(t, row + r, base, s, (lo, hi));
             if t.call.scales.any() {
                 scale_weights::<V>(w, s, cols);
             }
         }
-        E::values::<R, N>(t, w, h, ahead, (lo, hi));
+        for run in Runs(bits) {
+            E::values::<R, N>(t, w, h, ahead, (run.start, run.end));
+            if holes {
+                // Sums shrink once a block.
+                (0..R).for_each(|r| *w.alpha.add(h.row + r) = 1.0);
+            }
+        }
     }
 }
 

@@ -5,12 +5,10 @@ use std::ops::Range;
 use suanpan_base::ScaleGrain;
 use suanpan_ledger::kernel::scale_runs;
 
-use super::ahead::columns;
 use super::softmax::Columns;
 use super::task::{Scratch, Task};
 use super::vector::Vector;
 use crate::plan::{KEY_BLOCK, Plan};
-use crate::problem::KvLayout;
 use crate::run::Strides;
 use crate::scales::KvScales;
 use crate::workspace::LINE;
@@ -59,18 +57,14 @@ pub(crate) struct Filled {
     pub finite: bool,
 }
 
-/// Lays out the scales of the task's head for columns `lo .. hi` of the block at `base`: keys' times the factor of q·k, values' as they are
+/// Lays out the scales of the task's head for its keys in the block at `base`: keys' times the factor of q·k, values' as they are
 /// (nothing, where there are none).
 ///
 /// # Safety
-/// As `Vector`; columns within the task's keys.
+/// As `Vector`.
 #[inline(always)]
-pub(crate) unsafe fn fill<V: Vector>(
-    t: &Task<'_>,
-    w: &Scratch<'_>,
-    base: usize,
-    (lo, hi): (usize, usize),
-) -> Filled {
+pub(crate) unsafe fn fill<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, base: usize) -> Filled {
+    let pieces = t.pieces(base);
     let (scales, factor) = (&t.call.scales, t.call.scale_log2);
     // SAFETY: the slot's parts hold a block; `check` bounded the scales of every visible key.
     unsafe {
@@ -81,30 +75,37 @@ pub(crate) unsafe fn fill<V: Vector>(
                 splat::<V>(w.v_scales, *scales.v.add(t.kv_head * scales.v_strides.head));
             }
             ScaleGrain::Token | ScaleGrain::Page => {
-                let mut taint = V::splat(0.0);
-                let mut col = lo;
-                for run in t.runs(base + lo..base + hi) {
-                    let (n, k, v) = scales.of(t.kv_head, run);
-                    // Keys' scales reach their own scores alone.
-                    copy::<V>(k, scales.k_strides.token, n, factor, w.k_scales.add(col));
-                    let tainted = copy::<V>(v, scales.v_strides.token, n, 1.0, w.v_scales.add(col));
-                    taint = taint.add(tainted);
-                    col += n;
+                if !pieces[0].is_empty() {
+                    // What stands between the pieces has weight 0, and no page of it is touched.
+                    splat::<V>(w.k_scales, 0.0);
+                    splat::<V>(w.v_scales, 0.0);
                 }
-                return Filled { runs: runs(t, base + lo..base + hi), finite: taint.reduce_add() == 0.0 };
+                let mut taint = V::splat(0.0);
+                for piece in &pieces {
+                    let mut col = piece.start;
+                    for run in t.runs(base + piece.start..base + piece.end) {
+                        let (n, k, v) = scales.of(t.kv_head, run);
+                        // Keys' scales reach their own scores alone.
+                        copy::<V>(k, scales.k_strides.token, n, factor, w.k_scales.add(col));
+                        let tainted = copy::<V>(v, scales.v_strides.token, n, 1.0, w.v_scales.add(col));
+                        taint = taint.add(tainted);
+                        col += n;
+                    }
+                }
+                return Filled { runs: runs(t, base), finite: taint.reduce_add() == 0.0 };
             }
         }
     }
-    Filled { runs: runs(t, base + lo..base + hi), finite: true }
+    Filled { runs: runs(t, base), finite: true }
 }
 
 #[inline(always)]
-fn runs(t: &Task<'_>, keys: Range<usize>) -> u64 {
-    let page_size = match t.call.plan.problem.kv {
-        KvLayout::Contiguous => 1,
-        KvLayout::Paged { page_size } => page_size,
+fn runs(t: &Task<'_>, base: usize) -> u64 {
+    let page_size = crate::scales::page_size_of(&t.call.plan.problem);
+    let runs = |piece: Range<usize>| {
+        scale_runs(t.call.scales.grain, page_size, base + piece.start..base + piece.end)
     };
-    scale_runs(t.call.scales.grain, page_size, keys)
+    t.pieces(base).map(runs).iter().sum()
 }
 
 /// Asks for the scales of the task's head in the block at `base`, a whole block before they are needed: nobody else guesses them.
@@ -117,8 +118,7 @@ pub(crate) unsafe fn ask<V: Vector>(t: &Task<'_>, base: usize) {
     if !matches!(scales.grain, ScaleGrain::Token | ScaleGrain::Page) {
         return;
     }
-    let (lo, hi) = columns(t, base);
-    for run in t.runs(base + lo..base + hi) {
+    for run in t.pieces(base).into_iter().flat_map(|piece| t.runs(base + piece.start..base + piece.end)) {
         let (n, k, v) = scales.of(t.kv_head, run);
         for (p, strides) in [(k, scales.k_strides), (v, scales.v_strides)] {
             // Heads that share a line ask for it once.

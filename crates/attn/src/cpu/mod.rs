@@ -18,6 +18,7 @@ mod pack;
 mod packed;
 mod portable;
 mod scores;
+pub(crate) mod seen;
 mod softmax;
 pub mod stream;
 pub(crate) mod task;

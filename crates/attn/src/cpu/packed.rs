@@ -8,14 +8,19 @@
 //! ```
 //! Blocks stand on absolute multiples of 128 keys and lanes on absolute columns, so that a row's sums do not depend on its tile.
 
-use super::ahead::{Ahead, columns, fill_offsets, first_block};
+use suanpan_base::Seen;
+use suanpan_base::lse::{EMPTY_LSE, merge_into};
+
+use super::ahead::{Ahead, columns, fill_offsets};
 use super::element::Elem;
 use super::kv_scales::{fill, scale_weights};
 use super::pack::{pack_k, pack_v};
-use super::scores::change_row;
+use super::scores::{change_row, drop_row};
+use super::seen::{Bits, Runs, bits_of, hide, hull};
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Src, Task};
 use super::vector::Vector;
+use crate::cut::SEGMENT_KEYS;
 use crate::plan::KEY_BLOCK;
 use crate::workspace::TILE_ROWS;
 
@@ -37,22 +42,29 @@ pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Op
     unsafe {
         let mut w = t.scratch();
         start::<V>(t, &mut w);
-        let (mut counts, mut next_task) = (Counts::default(), None);
-        let mut base = first_block(t);
-        fill_offsets(t, base, w.k_off, w.v_off);
-        while base < t.unit.key_end {
-            let cols = columns(t, base);
-            let scales = fill::<V>(t, &w, base, cols);
-            counts.scales += scales.runs;
-            let finite = load_block::<V, N>(t, &w, cols) && scales.finite;
+        let (mut counts, mut block) = (Counts::default(), t.first_block());
+        let mut next_task = if block.is_none() { t.queue.take() } else { None };
+        if let Some(base) = block {
+            fill_offsets(t, base, w.k_off, w.v_off);
+        }
+        while let Some(base) = block {
+            block = t.block_from(base + KEY_BLOCK);
             let mut ahead;
-            (ahead, next_task) = Ahead::after(t, base, &mut w);
-            counts.keys += (cols.1 - cols.0) as u64;
-            scores::<V, N>(t, &w, &mut ahead, base);
-            counts.pairs += outputs::<V, N>(t, &w, &mut ahead, base, finite);
+            (ahead, next_task) = Ahead::over(t, block, &mut w);
+            let unseen = t.unit.by_bits && look_up(t, &mut w, base) == 0 && t.call.sight.narrowed();
+            if !unseen {
+                let scales = fill::<V>(t, &w, base);
+                counts.scales += scales.runs;
+                let finite = load_block::<V, N>(t, &w, columns(t, base)) && scales.finite;
+                counts.keys += t.pieces(base).map(|piece| piece.len() as u64).iter().sum::<u64>();
+                scores::<V, N>(t, &w, &mut ahead, base);
+                counts.pairs += outputs::<V, N>(t, &w, &mut ahead, base, finite);
+            }
             std::mem::swap(&mut w.k_off, &mut w.k_next);
             std::mem::swap(&mut w.v_off, &mut w.v_next);
-            base += KEY_BLOCK;
+            if t.unit.segmented && block.is_none_or(|next| next / SEGMENT_KEYS != base / SEGMENT_KEYS) {
+                close_segment::<V>(t, &w);
+            }
         }
         finish::<V>(t, &w);
         (counts, next_task)
@@ -74,16 +86,35 @@ unsafe fn start<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>) {
             } else {
                 (0..d).for_each(|i| *dst.add(i * TILE_ROWS) = 0.0);
                 // An empty range where the last real row ends keeps starts and ends in order.
-                let end = w.visible[rows - 1].end;
-                w.visible[row] = end..end;
+                let end = w.visible[rows - 1].run.end;
+                w.visible[row] = Seen { head: 0, run: end..end };
             }
             *w.max.add(row) = f32::NEG_INFINITY;
+            if t.unit.segmented {
+                *w.merged_lse.add(row) = EMPTY_LSE;
+            }
+        }
+        if t.unit.segmented {
+            std::ptr::write_bytes(w.merged, 0, rows * w.o_stride);
         }
         std::ptr::write_bytes(w.sum, 0, padded * V::LANES);
         std::ptr::write_bytes(w.o, 0, padded * w.o_stride);
         // One row of zero bytes serves all element types.
         std::ptr::write_bytes(w.zeros, 0, d);
     }
+}
+
+/// The keys of the block at `base` that each row sees, as bits; none in padding rows. Returns those that some row sees.
+fn look_up(t: &Task<'_>, w: &mut Scratch<'_>, base: usize) -> Bits {
+    let [head, run] = t.pieces(base).map(|piece| bits_of(&piece));
+    let (rows, padded) = (t.rows(), t.rows().next_multiple_of(TILE_ROWS));
+    let mut some = 0;
+    for row in 0..rows {
+        w.bits[row] = t.row_bits(row, base, head | run);
+        some |= w.bits[row];
+    }
+    w.bits[rows..padded].fill(0);
+    some
 }
 
 /// Packs the keys of columns `cols` and their values. Returns true when every value is finite.
@@ -127,11 +158,17 @@ unsafe fn pack_k_block<V: Vector, E: Elem, const N: usize>(
 
 /// The columns of the block at `base` that the rows of tile `tile` see; `None` when they see none.
 #[inline(always)]
-fn span(w: &Scratch<'_>, rows: usize, tile: usize, base: usize) -> Option<Span> {
-    let (first, last) = (tile * TILE_ROWS, (tile * TILE_ROWS + TILE_ROWS - 1).min(rows - 1));
+fn span(t: &Task<'_>, w: &Scratch<'_>, tile: usize, base: usize) -> Option<Span> {
+    let (first, last) = (tile * TILE_ROWS, (tile * TILE_ROWS + TILE_ROWS - 1).min(t.rows() - 1));
+    if t.unit.by_bits {
+        let rows = &w.bits[first..=last];
+        let some = rows.iter().fold(0, |some, bits| some | bits);
+        let all_visible = rows.iter().all(|&bits| bits == Bits::MAX);
+        return (some != 0).then(|| Span { from: hull(some).start, to: hull(some).end, all_visible });
+    }
     let clip = |key: usize| key.clamp(base, base + KEY_BLOCK) - base;
-    let (from, to) = (clip(w.visible[first].start), clip(w.visible[last].end));
-    let all_visible = w.visible[last].start <= base && w.visible[first].end >= base + KEY_BLOCK;
+    let (from, to) = (clip(w.visible[first].run.start), clip(w.visible[last].run.end));
+    let all_visible = w.visible[last].run.start <= base && w.visible[first].run.end >= base + KEY_BLOCK;
     (from < to).then_some(Span { from, to, all_visible })
 }
 
@@ -143,7 +180,7 @@ unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, ahead
     let mut left = 0;
     while left < KEY_BLOCK {
         for tile in 0..rows.div_ceil(TILE_ROWS) {
-            let Some(span) = span(w, rows, tile, base) else { continue };
+            let Some(span) = span(t, w, tile, base) else { continue };
             if span.from >= left + panel || span.to <= left {
                 continue;
             }
@@ -219,7 +256,7 @@ unsafe fn outputs<V: Vector, const N: usize>(
     while left < columns {
         let width = (columns - left).min(panel);
         for tile in 0..rows.div_ceil(TILE_ROWS) {
-            let Some(span) = span(w, rows, tile, base) else { continue };
+            let Some(span) = span(t, w, tile, base) else { continue };
             ahead.ask::<V>(w, lines);
             // SAFETY: within the slot's parts.
             unsafe {
@@ -230,7 +267,8 @@ unsafe fn outputs<V: Vector, const N: usize>(
                 if !finite && !span.all_visible {
                     // A weight of 0 must not let a value that this row may not see through: 0 · NaN is NaN.
                     for row in tile * TILE_ROWS..(tile + 1) * TILE_ROWS {
-                        output_row::<V>(w, v, width, row, left, base);
+                        let seen = row_runs(t, w, row, base);
+                        output_row::<V>(w, v, width, row, left, seen);
                     }
                     continue;
                 }
@@ -254,7 +292,8 @@ unsafe fn weights<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, base: usize, tile: u
     let (rows, change) = (t.rows(), t.call.plan.problem.scores.change_scores());
     let mut pairs = 0;
     for row in tile * TILE_ROWS..(tile + 1) * TILE_ROWS {
-        let seen = w.visible_columns(row, base);
+        let by_bits = t.unit.by_bits;
+        let seen = if by_bits { hull(w.bits[row]) } else { w.visible_columns(row, base) };
         // SAFETY: within the slot's parts.
         unsafe {
             let (s, sum, max) = (w.s.add(row * KEY_BLOCK), w.sum.add(row * V::LANES), &mut *w.max.add(row));
@@ -262,20 +301,32 @@ unsafe fn weights<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, base: usize, tile: u
             if change && row < rows {
                 change_row::<V>(t, row, base, s, cols);
             }
-            *w.alpha.add(row) = if span.all_visible {
+            if by_bits && !span.all_visible {
+                hide(s, (from, to), w.bits[row]);
+            }
+            *w.alpha.add(row) = if span.all_visible || by_bits {
                 softmax_row::<V, false>(s, cols, max, sum)
             } else {
                 softmax_row::<V, true>(s, cols, max, sum)
             };
+            if row < rows {
+                drop_row(t, row, base, s, (seen.start, seen.end));
+            }
             if t.call.scales.any() {
                 scale_weights::<V>(w, s, cols);
             }
         }
         if row < rows {
-            pairs += seen.len() as u64;
+            pairs += if by_bits { u64::from(w.bits[row].count_ones()) } else { seen.len() as u64 };
         }
     }
     pairs
+}
+
+/// The keys of the block at `base` that row `row` sees, in runs.
+#[inline(always)]
+fn row_runs(t: &Task<'_>, w: &Scratch<'_>, row: usize, base: usize) -> Runs {
+    Runs(if t.unit.by_bits { w.bits[row] } else { bits_of(&w.visible_columns(row, base)) })
 }
 
 /// 6 rows × M vectors of outputs.
@@ -336,7 +387,7 @@ unsafe fn output_row<V: Vector>(
     width: usize,
     row: usize,
     left: usize,
-    base: usize,
+    seen: Runs,
 ) {
     // SAFETY: within the slot's parts.
     unsafe {
@@ -345,7 +396,7 @@ unsafe fn output_row<V: Vector>(
         while x < width {
             let o = w.o.add(row * w.o_stride + left + x);
             let mut acc = V::load(o).mul(alpha);
-            for key in w.visible_columns(row, base) {
+            for key in Runs(seen.0).flatten() {
                 acc = V::splat(*w.s.add(row * KEY_BLOCK + key)).fma(V::load(v.add(key * width + x)), acc);
             }
             acc.store(o);
@@ -354,14 +405,39 @@ unsafe fn output_row<V: Vector>(
     }
 }
 
-/// Hands every row to its place.
+/// Merges every row's segment into those behind it, as splits are merged, and clears its state for the next one.
 #[inline(always)]
-unsafe fn finish<V: Vector>(t: &Task<'_>, w: &Scratch<'_>) {
+unsafe fn close_segment<V: Vector>(t: &Task<'_>, w: &Scratch<'_>) {
+    let d = t.call.heads.head_dim_v;
     for row in 0..t.rows() {
         // SAFETY: within the slot's parts.
         unsafe {
-            let o = std::slice::from_raw_parts_mut(w.o.add(row * w.o_stride), t.call.heads.head_dim_v);
-            t.emit(row, o, *w.max.add(row), V::load(w.sum.add(row * V::LANES)).reduce_add());
+            let o = std::slice::from_raw_parts_mut(w.o.add(row * w.o_stride), d);
+            let merged = std::slice::from_raw_parts_mut(w.merged.add(row * w.o_stride), d);
+            let sum = w.sum.add(row * V::LANES);
+            let lse = t.settle(row, o, *w.max.add(row), V::load(sum).reduce_add());
+            merge_into(merged, &mut *w.merged_lse.add(row), o, lse);
+            o.fill(0.0);
+            *w.max.add(row) = f32::NEG_INFINITY;
+            V::splat(0.0).store(sum);
+        }
+    }
+}
+
+/// Hands every row to its place.
+#[inline(always)]
+unsafe fn finish<V: Vector>(t: &Task<'_>, w: &Scratch<'_>) {
+    let d = t.call.heads.head_dim_v;
+    for row in 0..t.rows() {
+        // SAFETY: within the slot's parts.
+        unsafe {
+            if t.unit.segmented {
+                let o = std::slice::from_raw_parts(w.merged.add(row * w.o_stride), d);
+                t.write(row, o, *w.merged_lse.add(row));
+            } else {
+                let o = std::slice::from_raw_parts_mut(w.o.add(row * w.o_stride), d);
+                t.emit(row, o, *w.max.add(row), V::load(w.sum.add(row * V::LANES)).reduce_add());
+            }
         }
     }
 }

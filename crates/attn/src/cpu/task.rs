@@ -4,10 +4,13 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use half::{bf16, f16};
-use suanpan_base::{Buf, BufMut, HeadShape, Mask, lse};
+use suanpan_base::{Buf, BufMut, HeadShape, Mask, Seen, lse};
 
 use super::element::{E4m3, E5m2, Int4Pair};
 use super::kv_scales::Scales;
+use super::seen::{Bits, Sight};
+use crate::dropout::Dropout;
+use crate::extras::Extras;
 use crate::plan::{DIRECT_TASK_ROWS, KEY_BLOCK, Plan, Unit};
 use crate::problem::KvLayout;
 use crate::run::{Args, Strides};
@@ -70,9 +73,9 @@ pub(crate) struct Call<'a> {
     pub scale_log2: f32,
     /// Softcap in powers of two.
     pub softcap_log2: Option<f32>,
-    /// ALiBi slopes and sinks a query head, natural.
-    pub alibi_slopes: Option<&'a [f32]>,
-    sinks: Option<&'a [f32]>,
+    pub extras: Extras<'a>,
+    pub sight: Sight<'a>,
+    pub dropout: Option<Dropout>,
     /// From those powers of two back to natural scores, without the rounding of `scale_log2`.
     log2_to_natural: f64,
     pub q: Src,
@@ -88,6 +91,7 @@ pub(crate) struct Call<'a> {
     out: Dst,
     out_strides: (usize, usize),
     lse: Option<*mut f32>,
+    max_scores: Option<&'a [AtomicU32]>,
     pub layout: SlotLayout,
     slots: *mut f32,
     slot_len: usize,
@@ -100,6 +104,13 @@ pub(crate) struct Call<'a> {
 
 // SAFETY: inputs are only read; each task writes its own rows of out, lse and partials, and each worker its own slot.
 unsafe impl Sync for Call<'_> {}
+
+/// The largest scores as they are raised by all threads; -inf at first.
+fn shared_maxima(max: &mut [f32]) -> &[AtomicU32] {
+    max.fill(f32::NEG_INFINITY);
+    // SAFETY: AtomicU32 has the size and alignment of f32, any bits are a value of it, and the borrow was exclusive.
+    unsafe { std::slice::from_raw_parts(max.as_mut_ptr().cast(), max.len()) }
+}
 
 /// What a task's loops did.
 #[derive(Clone, Copy, Default)]
@@ -177,10 +188,14 @@ pub(crate) struct Scratch<'s> {
     pub k: *mut f32,
     pub v: *mut f32,
     pub zeros: *mut f32,
+    pub merged: *mut f32,
+    pub merged_lse: *mut f32,
     /// Scales of a block's keys (with the factor of q·k) and values.
     pub k_scales: *mut f32,
     pub v_scales: *mut f32,
-    pub visible: &'s mut [Range<usize>],
+    pub visible: &'s mut [Seen],
+    /// Keys of the block at hand that each row sees, where the unit goes by bits (direct kernel: always).
+    pub bits: &'s mut [Bits],
     pub k_off: &'s mut [usize],
     pub v_off: &'s mut [usize],
     /// Offsets of the keys of the next block.
@@ -198,11 +213,11 @@ impl Scratch<'_> {
         std::mem::swap(&mut self.v_off, &mut self.v_wide);
     }
 
-    /// Columns of the block at `base` that row `row` sees.
+    /// Columns of the block at `base` that row `row` sees, where rows see runs.
     #[inline(always)]
     pub fn visible_columns(&self, row: usize, base: usize) -> Range<usize> {
         let clip = |key: usize| key.clamp(base, base + KEY_BLOCK) - base;
-        clip(self.visible[row].start)..clip(self.visible[row].end)
+        clip(self.visible[row].run.start)..clip(self.visible[row].run.end)
     }
 }
 
@@ -222,9 +237,15 @@ impl<'a> Call<'a> {
             heads,
             mask: plan.problem.mask,
             scale_log2,
-            softcap_log2: plan.problem.scores.softcap.map(|cap| cap * std::f32::consts::LOG2_E),
-            alibi_slopes: args.head_scores.alibi_slopes,
-            sinks: args.head_scores.sinks,
+            softcap_log2: plan.problem.scores.cap().map(|cap| cap * std::f32::consts::LOG2_E),
+            extras: args.extras,
+            sight: Sight::new(&plan.problem, &args.extras),
+            dropout: plan
+                .problem
+                .scores
+                .dropout
+                .zip(args.extras.dropout)
+                .map(|(p, key)| Dropout::new(p, key)),
             log2_to_natural: if plan.problem.scores.change_scores() {
                 std::f64::consts::LN_2
             } else if scale_log2 == 0.0 {
@@ -253,6 +274,7 @@ impl<'a> Call<'a> {
             },
             out_strides: args.out_strides,
             lse: args.lse.map(|x| x.as_mut_ptr()),
+            max_scores: args.max_scores.map(shared_maxima),
             layout: SlotLayout::of(plan),
             slots,
             slot_len: ws.sizes.slot,
@@ -285,8 +307,7 @@ impl<'a> Call<'a> {
                 unsafe { t.of_head(head).arrive() };
             }
         }
-        // A task without keys has no last block, at which the kernels take the next one.
-        if unit.key_start < unit.key_end { next } else { queue.take() }
+        next
     }
 }
 
@@ -339,9 +360,12 @@ impl<'a> Task<'a> {
                 k: slot.add(l.k),
                 v: slot.add(l.v),
                 zeros: slot.add(l.zeros),
+                merged: slot.add(l.merged),
+                merged_lse: slot.add(l.merged_lse),
                 k_scales: slot.add(l.scales),
                 v_scales: slot.add(l.scales + KEY_BLOCK),
                 visible: std::slice::from_raw_parts_mut(slot.add(l.visible).cast(), rows),
+                bits: std::slice::from_raw_parts_mut(slot.add(l.bits).cast(), rows),
                 k_off: std::slice::from_raw_parts_mut(offsets, KEY_BLOCK),
                 v_off: std::slice::from_raw_parts_mut(offsets.add(KEY_BLOCK), KEY_BLOCK),
                 k_next: std::slice::from_raw_parts_mut(offsets.add(2 * KEY_BLOCK), KEY_BLOCK),
@@ -357,12 +381,15 @@ impl<'a> Task<'a> {
         self.unit.tokens * self.call.heads.group_size()
     }
 
-    /// Keys that row `row` sees within this task's range.
-    pub fn visible(&self, row: usize) -> Range<usize> {
+    /// Keys that row `row` sees; where rows see runs, within this task's range.
+    pub fn visible(&self, row: usize) -> Seen {
         let token = self.unit.token + row / self.call.heads.group_size();
         let all = self.call.mask.visible(self.call.plan.seqs[self.unit.seq as usize].len, token);
-        let start = all.start.clamp(self.unit.key_start, self.unit.key_end);
-        start..all.end.clamp(start, self.unit.key_end)
+        if self.unit.by_bits {
+            return all;
+        }
+        let start = all.run.start.clamp(self.unit.key_start, self.unit.key_end);
+        Seen { head: 0, run: start..all.run.end.clamp(start, self.unit.key_end) }
     }
 
     fn token_and_head(&self, row: usize) -> (usize, usize) {
@@ -371,11 +398,10 @@ impl<'a> Task<'a> {
         (q_start + self.unit.token + row / group, self.kv_head * group + row % group)
     }
 
-    /// The key position that row `row` stands on, and its query head.
-    pub fn centre_and_head(&self, row: usize) -> (i64, usize) {
+    /// Sequence, query head and query token (within the sequence) of row `row`.
+    pub fn place_of_row(&self, row: usize) -> (usize, usize, usize) {
         let group = self.call.heads.group_size();
-        let len = self.call.plan.seqs[self.unit.seq as usize].len;
-        (self.call.mask.centre(len, self.unit.token + row / group), self.kv_head * group + row % group)
+        (self.unit.seq as usize, self.kv_head * group + row % group, self.unit.token + row / group)
     }
 
     /// Copies row `row` of the queries to `dst` (head_dim_qk floats, `step` apart).
@@ -440,24 +466,25 @@ impl<'a> Task<'a> {
         }
     }
 
+    /// Normalises a row's `o` in place, by `sum`, its weight, and returns its lse; `max` is in powers of two.
+    pub fn settle(&self, row: usize, o: &mut [f32], max: f32, sum: f32) -> f32 {
+        self.note_max(row, max);
+        if sum == 0.0 {
+            o.fill(0.0);
+            return lse::EMPTY_LSE;
+        }
+        let inverse = 1.0 / sum;
+        o.iter_mut().for_each(|x| *x *= inverse);
+        // The maximum goes back by the factor that was really used, so that its rounding to f32 cancels.
+        (f64::from(max) * self.call.log2_to_natural + f64::from(sum).ln()) as f32
+    }
+
     /// Takes a finished row: `o` unnormalised, `sum` its weight, `max` in powers of two. Normalises `o` in place.
     ///
     /// # Safety
     /// As `Call::run_task`; `row < self.rows()`.
     pub unsafe fn emit(&self, row: usize, o: &mut [f32], max: f32, sum: f32) {
-        let empty = sum == 0.0;
-        let inverse = if empty { 0.0 } else { 1.0 / sum };
-        let lse = if empty {
-            lse::EMPTY_LSE
-        } else {
-            // The maximum goes back by the factor that was really used, so that its rounding to f32 cancels.
-            (f64::from(max) * self.call.log2_to_natural + f64::from(sum).ln()) as f32
-        };
-        if empty {
-            o.fill(0.0);
-        } else {
-            o.iter_mut().for_each(|x| *x *= inverse);
-        }
+        let lse = self.settle(row, o, max, sum);
         // SAFETY: forwarded.
         unsafe {
             if self.unit.splits > 1 {
@@ -471,6 +498,18 @@ impl<'a> Task<'a> {
         }
     }
 
+    /// Raises the head's largest score.
+    fn note_max(&self, row: usize, max: f32) {
+        let Some(maxima) = self.call.max_scores else { return };
+        let natural = (f64::from(max) * self.call.log2_to_natural) as f32;
+        if max > f32::NEG_INFINITY {
+            let larger = |old: u32| (natural > f32::from_bits(old)).then_some(natural.to_bits());
+            // Nobody reads it before the call ends; an error means that it is larger already.
+            let _ =
+                maxima[self.place_of_row(row).1].fetch_update(Ordering::Relaxed, Ordering::Relaxed, larger);
+        }
+    }
+
     fn partial_row(&self, row: usize, split: usize) -> usize {
         let rows = self.rows();
         let per_tile = self.unit.splits as usize * rows;
@@ -478,15 +517,19 @@ impl<'a> Task<'a> {
     }
 
     /// Writes a final row to out and lse; the head's sink joins here, once.
-    unsafe fn write(&self, row: usize, o: &[f32], lse: f32) {
+    ///
+    /// # Safety
+    /// As [`Task::emit`].
+    pub unsafe fn write(&self, row: usize, o: &[f32], lse: f32) {
         let (token, head) = self.token_and_head(row);
         let at = token * self.call.out_strides.0 + head * self.call.out_strides.1;
-        let (lse, weight) = self.call.sinks.map_or((lse, 1.0), |sinks| {
+        let (lse, weight) = self.call.extras.sinks.map_or((lse, 1.0), |sinks| {
             let (lse, weight, _) = lse::merge_weights(lse, sinks[head]);
             (lse, weight)
         });
         // A weight of 0 lets no byte of a row through that the sink outweighs.
-        let weighted = |x: f32| if weight == 0.0 { 0.0 } else { x * weight };
+        // Adding 0 makes one zero of both: a sum over merges and a sum without one may differ in its sign.
+        let weighted = |x: f32| if weight == 0.0 { 0.0 } else { x * weight + 0.0 };
         // SAFETY: `check` bounded every (token, head) row of out and lse, and no two rows overlap.
         unsafe {
             match self.call.out {

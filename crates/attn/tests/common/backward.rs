@@ -1,10 +1,12 @@
 //! A backward problem with its data: run on any machine, judged against the f64 oracle and plain f32 attention's backward.
 
-use suanpan_attn::{BackwardArgs, BackwardPlan, BackwardWorkspace, Machine, reference, run_backward};
+use suanpan_attn::reference::{self, Spec};
+use suanpan_attn::{BackwardArgs, BackwardPlan, BackwardWorkspace, Machine, run_backward};
 use suanpan_base::{DType, SeqLen};
 use suanpan_ledger::BackwardBooks;
 
-use super::{Case, Data, Flat, normal, on_grid, run_case};
+use super::beside::{Beside, Pairs};
+use super::{Case, Data, Flat, normal, on_grid, run_case, unit};
 
 /// What a training step hands to the backward: inputs, and gradients of out `[total_q, heads, dv]` and lse `[heads, total_q]`.
 #[derive(Clone)]
@@ -32,6 +34,10 @@ pub struct Gradients {
     pub dq: Vec<f32>,
     pub dk: Vec<f32>,
     pub dv: Vec<f32>,
+    /// `[heads]`; empty without sinks.
+    pub d_sinks: Vec<f32>,
+    /// Under the strides of the case's bias; empty without one.
+    pub d_bias: Vec<f32>,
     pub books: Vec<BackwardBooks>,
     /// The stored forward results that the call was given.
     pub out: Vec<f32>,
@@ -40,8 +46,9 @@ pub struct Gradients {
 
 impl Gradients {
     /// All bits of the gradients.
-    pub fn bits(&self) -> [Vec<u32>; 3] {
-        [&self.dq, &self.dk, &self.dv].map(|x| x.iter().map(|x| x.to_bits()).collect())
+    pub fn bits(&self) -> [Vec<u32>; 5] {
+        [&self.dq, &self.dk, &self.dv, &self.d_sinks, &self.d_bias]
+            .map(|x| x.iter().map(|x| x.to_bits()).collect())
     }
 }
 
@@ -87,6 +94,9 @@ impl Strided {
 
 pub fn backward_plan(c: &Case, machine: &Machine) -> BackwardPlan {
     let mut plan = BackwardPlan::new(&c.problem(), machine, c.limits()).unwrap();
+    if c.scores.bias {
+        plan = plan.with_d_bias().unwrap();
+    }
     plan.schedule(&c.seqs).unwrap();
     plan
 }
@@ -111,7 +121,14 @@ pub fn run_backward_case(c: &Case, x: &Inputs, machine: &Machine, poison: f32) -
     let mut ws = BackwardWorkspace::for_plans(&[&plan]);
     assert_eq!(ws.bytes(), plan.workspace_bytes());
     let mut books = vec![BackwardBooks::default(); c.seqs.len()];
+    let beside = Beside::of(c);
+    let extras = beside.extras(c);
+    let mut d_sinks = vec![f32::NAN; if c.scores.sink { h.num_q_heads } else { 0 }];
+    let mut d_bias = vec![CANARY; beside.bias.len()];
     let args = BackwardArgs {
+        extras,
+        d_sinks: c.scores.sink.then_some(&mut d_sinks[..]),
+        d_bias: c.scores.bias.then_some(&mut d_bias[..]),
         q: q.flat.buf(),
         q_strides: q.strides,
         k: k.flat.buf(),
@@ -133,12 +150,15 @@ pub fn run_backward_case(c: &Case, x: &Inputs, machine: &Machine, poison: f32) -
     };
     run_backward(&plan, args, &mut ws, &mut books).unwrap_or_else(|e| panic!("{e}: {c:?}"));
     for (i, (len, book)) in c.seqs.iter().zip(&books).enumerate() {
-        assert_eq!(*book, plan.predicted(*len), "books of sequence {i}: {c:?} {plan}");
+        let predicted = if c.by_bits() { plan.predicted_with(i, &extras) } else { plan.predicted(*len) };
+        assert_eq!(*book, predicted, "books of sequence {i}: {c:?} {plan}");
     }
     Gradients {
         dq: dq.collect(c),
         dk: dk.collect(c),
         dv: dv.collect(c),
+        d_sinks,
+        d_bias,
         books,
         out: forward.out,
         lse: forward.lse,
@@ -147,7 +167,7 @@ pub fn run_backward_case(c: &Case, x: &Inputs, machine: &Machine, poison: f32) -
 
 /// Plain attention's backward of one sequence in f32, one step after another, from what the kernel is given: stored out and lse included.
 #[rustfmt::skip]
-fn plain_f32(c: &Case, len: SeqLen, q: &[f32], k: &[f32], v: &[f32], out: &[f32], lse: impl Fn(usize, usize) -> f32, d_out: &[f32], d_lse: impl Fn(usize, usize) -> f32) -> [Vec<f32>; 3] {
+fn plain_f32(c: &Case, spec: &Spec<'_>, d_sinks: &mut [(f32, f32)], mut d_bias: impl FnMut(usize, usize, usize, f32), len: SeqLen, q: &[f32], k: &[f32], v: &[f32], out: &[f32], lse: impl Fn(usize, usize) -> f32, d_out: &[f32], d_lse: impl Fn(usize, usize) -> f32) -> [Vec<f32>; 3] {
     let h = c.heads;
     let (dqk, dv_width, scale) = (h.head_dim_qk, h.head_dim_v, c.problem().scale());
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
@@ -156,19 +176,32 @@ fn plain_f32(c: &Case, len: SeqLen, q: &[f32], k: &[f32], v: &[f32], out: &[f32]
     let mut dk = vec![0.0; len.seqlen_k * h.num_kv_heads * dqk];
     let mut dv = vec![0.0; len.seqlen_k * h.num_kv_heads * dv_width];
     for (i, head) in (0..len.seqlen_q).flat_map(|i| (0..h.num_q_heads).map(move |head| (i, head))) {
-        let keys = c.mask.visible(len, i);
-        if keys.is_empty() {
-            continue;
-        }
+        let keys = spec.keys(len, i, head);
         let (row, kv_head) = (i * h.num_q_heads + head, head / h.group_size());
         let (q_row, d_row) = (&q[row * dqk..][..dqk], &d_out[row * dv_width..][..dv_width]);
         let at = |j: usize, width: usize| (j * h.num_kv_heads + kv_head) * width..(j * h.num_kv_heads + kv_head + 1) * width;
-        let s: Vec<f32> = keys.clone().map(|j| dot(q_row, &k[at(j, dqk)]) * scale).collect();
+        let kept = |j: usize| spec.dropout.map_or(1.0, |f| f(head, i, j)) as f32;
         let delta = dot(&out[row * dv_width..][..dv_width], d_row) - d_lse(i, head);
-        for (j, s) in keys.zip(&s) {
-            let p = (s - lse(i, head)).exp();
-            let ds = p * (dot(d_row, &v[at(j, dv_width)]) - delta) * scale;
-            add(&mut dv[at(j, dv_width)], p, d_row);
+        if c.scores.sink {
+            let term = (c.sinks()[head] - lse(i, head)).exp() * delta;
+            d_sinks[head] = (d_sinks[head].0 - term, d_sinks[head].1 + term.abs());
+        }
+        for j in keys {
+            let mut s = dot(q_row, &k[at(j, dqk)]) * scale;
+            let mut bend = 1.0;
+            if let Some(cap) = c.scores.softcap.filter(|&cap| cap > 0.0) {
+                bend = 1.0 - (s / cap).tanh().powi(2);
+                s = cap * (s / cap).tanh();
+            }
+            s += spec.bias.map_or(0.0, |f| f(head, i, j)) as f32;
+            if c.scores.alibi {
+                s -= c.slopes()[head] * (c.mask.centre(len, i) - j as i64).abs() as f32;
+            }
+            let p = if lse(i, head) == f32::NEG_INFINITY { 0.0 } else { (s - lse(i, head)).exp() };
+            let ds = p * (kept(j) * dot(d_row, &v[at(j, dv_width)]) - delta);
+            d_bias(head, i, j, ds);
+            let ds = ds * bend * scale;
+            add(&mut dv[at(j, dv_width)], p * kept(j), d_row);
             add(&mut dk[at(j, dqk)], ds, q_row);
             add(&mut dq[row * dqk..][..dqk], ds, &k[at(j, dqk)]);
         }
@@ -181,10 +214,16 @@ fn plain_f32(c: &Case, len: SeqLen, q: &[f32], k: &[f32], v: &[f32], out: &[f32]
 pub fn judge_gradients(c: &Case, x: &Inputs, got: &Gradients) {
     let h = c.heads;
     let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
-    let scale = f64::from(c.problem().scale());
+    let beside = Beside::of(c);
+    let mut sinks_plain = vec![(0.0f32, 0.0f32); h.num_q_heads];
+    let mut sinks_exact = vec![0.0f64; h.num_q_heads];
+    let mut bias_sums = BiasSums::new(got.d_bias.len());
     let (mut q0, mut k0) = (0, 0);
     let mut worst = [(0.0f64, 0.0f64, 0.0f64); 3];
-    for &len in &c.seqs {
+    for (seq, &len) in c.seqs.iter().enumerate() {
+        let pairs = Pairs { c, beside: &beside, seq };
+        let of = pairs.functions();
+        let spec = pairs.spec(&of);
         let part = |x: &[f32], start: usize, count: usize, row: usize| {
             x[start * row..(start + count) * row].to_vec()
         };
@@ -201,18 +240,18 @@ pub fn judge_gradients(c: &Case, x: &Inputs, got: &Gradients) {
             .flat_map(|head| (0..len.seqlen_q).map(move |i| (i, head)))
             .map(|(i, head)| f64::from(d_lse(i, head)))
             .collect();
-        let exact = reference::attention_backward_f64(
-            h,
-            c.mask,
-            scale,
-            len,
-            &wide(&q),
-            &wide(&k),
-            &wide(&v),
-            &wide(&d_out),
-            Some(&d_lse_64),
-        );
-        let plain = plain_f32(c, len, &q, &k, &v, &out, lse, &d_out, d_lse);
+        let [q64, k64, v64, d64] = [&q, &k, &v, &d_out].map(|x| wide(x));
+        let exact = reference::attention_backward_f64(&spec, len, &q64, &k64, &v64, &d64, Some(&d_lse_64));
+        sinks_exact.iter_mut().zip(&exact.d_sinks).for_each(|(sum, d)| *sum += d);
+        let place = |h: usize, i: usize, j: usize| beside.bias_strides.at(seq, h, i, j);
+        bias_sums.expect(c, len, &exact.d_bias, &place);
+        let d_bias = |h: usize, i: usize, j: usize, ds: f32| {
+            if c.scores.bias {
+                bias_sums.plain[place(h, i, j)] += ds;
+                bias_sums.size[place(h, i, j)] += ds.abs();
+            }
+        };
+        let plain = plain_f32(c, &spec, &mut sinks_plain, d_bias, len, &q, &k, &v, &out, lse, &d_out, d_lse);
         let ours = [
             part(&got.dq, q0, len.seqlen_q, q_row),
             part(&got.dk, k0, len.seqlen_k, k_row),
@@ -234,7 +273,8 @@ pub fn judge_gradients(c: &Case, x: &Inputs, got: &Gradients) {
         }
         (q0, k0) = (q0 + len.seqlen_q, k0 + len.seqlen_k);
     }
-    let unit = |d: DType| if d == DType::F32 { 2f64.powi(-23) } else { 2f64.powi(-8) };
+    bias_sums.judge(c, &got.d_bias);
+    judge_sinks(c, &got.d_sinks, &sinks_exact, &sinks_plain);
     for (which, (error, plain, top)) in worst.into_iter().enumerate() {
         let bound = 2.0 * plain + unit([c.q_dtype, c.kv_dtype, c.kv_dtype][which]) * top;
         assert!(
@@ -243,6 +283,69 @@ pub fn judge_gradients(c: &Case, x: &Inputs, got: &Gradients) {
             NAMES[which]
         );
     }
+}
+
+/// What the gradient of a bias should be, element by element, and the sizes of the terms of each sum.
+struct BiasSums {
+    exact: Vec<f64>,
+    plain: Vec<f32>,
+    size: Vec<f32>,
+    reached: Vec<bool>,
+}
+
+impl BiasSums {
+    fn new(n: usize) -> BiasSums {
+        BiasSums { exact: vec![0.0; n], plain: vec![0.0; n], size: vec![0.0; n], reached: vec![false; n] }
+    }
+
+    /// Adds the exact gradients of a sequence, dense by head, row and key.
+    fn expect(
+        &mut self,
+        c: &Case,
+        len: SeqLen,
+        exact: &[f64],
+        place: &impl Fn(usize, usize, usize) -> usize,
+    ) {
+        for (at, d) in exact.iter().enumerate().filter(|_| c.scores.bias) {
+            let row = at / len.seqlen_k;
+            let at = place(row / len.seqlen_q, row % len.seqlen_q, at % len.seqlen_k);
+            self.exact[at] += d;
+            self.reached[at] = true;
+        }
+    }
+
+    /// The rule, over all elements; elements beside the lengths are as they were.
+    fn judge(&self, c: &Case, got: &[f32]) {
+        let (mut error, mut plain, mut size) = (0.0f64, 0.0f64, 0.0f64);
+        for (at, &g) in got.iter().enumerate() {
+            if !self.reached[at] {
+                assert_eq!(g, CANARY, "d_bias at {at} written: {c:?}");
+                continue;
+            }
+            let r = self.exact[at];
+            assert_eq!(g.is_finite(), r.is_finite(), "d_bias at {at}: {g} for {r}: {c:?}");
+            if r.is_finite() {
+                error = error.max((f64::from(g) - r).abs());
+                plain = plain.max((f64::from(self.plain[at]) - r).abs());
+                size = size.max(f64::from(self.size[at]));
+            }
+        }
+        let bound = 2.0 * plain + 2f64.powi(-23) * size;
+        assert!(error <= bound, "d_bias error {error:.3e} > {bound:.3e} (plain {plain:.3e}): {c:?}");
+    }
+}
+
+/// The rule for gradients of sinks, worst of all heads. Each is one long sum that may cancel: the rounding is one of its terms' sizes.
+fn judge_sinks(c: &Case, got: &[f32], exact: &[f64], plain: &[(f32, f32)]) {
+    let (mut error, mut bound) = (0.0f64, 0.0f64);
+    for ((g, r), (p, size)) in got.iter().zip(exact).zip(plain) {
+        assert_eq!(g.is_finite(), r.is_finite(), "d_sinks: {g} for {r}: {c:?}");
+        if r.is_finite() {
+            error = error.max((f64::from(*g) - r).abs());
+            bound = bound.max(2.0 * (f64::from(*p) - r).abs() + 2f64.powi(-23) * f64::from(*size));
+        }
+    }
+    assert!(error <= bound, "d_sinks error {error:.3e} > {bound:.3e}: {c:?}");
 }
 
 const NAMES: [&str; 3] = ["dq", "dk", "dv"];

@@ -2,16 +2,21 @@
 #![allow(dead_code)] // each test binary uses a part
 
 pub mod backward;
+pub mod beside;
+pub mod random;
 pub mod stored;
+
+use std::num::NonZeroUsize;
 
 use rayon::ThreadPool;
 use suanpan_attn::reference::{self, Spec};
 use suanpan_attn::{
-    Args, HeadScores, Isa, KvLayout, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
+    Args, BlockShape, Isa, KvLayout, Limits, Machine, Plan, Problem, Scores, Strides, Workspace, run,
 };
 use suanpan_base::{DType, HeadShape, Mask, ScaleGrain, SeqLen};
 use suanpan_ledger::AttnBooks;
 
+use beside::{Beside, Pairs};
 pub use stored::{Flat, on_grid};
 use stored::{ScaleLayout, scale_of};
 
@@ -20,12 +25,17 @@ use stored::{ScaleLayout, scale_of};
 pub struct Case {
     pub heads: HeadShape,
     pub mask: Mask,
+    pub tree: bool,
+    pub block_mask: Option<BlockShape>,
     pub scores: Scores,
+    /// Which of sequence, head, row and key a bias is broadcast over.
+    pub broadcast: [bool; 4],
     pub scale: Option<f32>,
     pub q_dtype: DType,
     pub kv_dtype: DType,
     pub kv_scales: ScaleGrain,
     pub page_size: Option<usize>,
+    pub batch_invariant: bool,
     pub seqs: Vec<SeqLen>,
     pub seed: u64,
 }
@@ -35,12 +45,16 @@ impl Case {
         Case {
             heads,
             mask,
+            tree: false,
+            block_mask: None,
             scores: Scores::default(),
+            broadcast: [false; 4],
             scale: None,
             q_dtype: DType::F32,
             kv_dtype: DType::F32,
             kv_scales: ScaleGrain::None,
             page_size: None,
+            batch_invariant: false,
             seqs: seqs.iter().map(|&(q, k)| SeqLen::new(q, k)).collect(),
             seed: 1,
         }
@@ -60,11 +74,21 @@ impl Case {
     pub fn scores(self, scores: Scores) -> Case {
         Case { scores, ..self }
     }
-    /// Slopes that differ by head, as ALiBi's do, and one head without.
+    /// Block masks of `rows` query tokens x `keys` keys.
+    pub fn blocks(self, rows: usize, keys: usize) -> Case {
+        let shape = |n| NonZeroUsize::new(n).unwrap();
+        Case { block_mask: Some(BlockShape { rows: shape(rows), keys: shape(keys) }), ..self }
+    }
+    /// Bits decide what rows see.
+    pub fn by_bits(&self) -> bool {
+        self.tree || self.block_mask.is_some()
+    }
+    /// Slopes that differ by head, as ALiBi's do, and one head without. Gentler ones where bits may hide every near key: what is left of
+    /// scores of hundreds are their own roundings, in any f32 arithmetic.
     pub fn slopes(&self) -> Vec<f32> {
-        (0..self.heads.num_q_heads)
-            .map(|h| if h == 3 { 0.0 } else { 0.5f32.powi(h as i32 % 9 + 1) })
-            .collect()
+        let gentle = if self.by_bits() { 5 } else { 1 };
+        let slope = |h: usize| if h == 3 { 0.0 } else { 0.5f32.powi(h as i32 % 9 + gentle) };
+        (0..self.heads.num_q_heads).map(slope).collect()
     }
     /// Sinks of all sizes, none at all among them.
     pub fn sinks(&self) -> Vec<f32> {
@@ -81,11 +105,14 @@ impl Case {
         Problem {
             heads: self.heads,
             mask: self.mask,
+            tree: self.tree,
+            block_mask: self.block_mask,
             scores: self.scores,
             softmax_scale: self.scale,
             q_dtype: self.q_dtype,
             kv_dtype: self.kv_dtype,
             kv_scales: self.kv_scales,
+            batch_invariant: self.batch_invariant,
             kv: self.page_size.map_or(KvLayout::Contiguous, |page_size| KvLayout::Paged { page_size }),
         }
     }
@@ -221,11 +248,11 @@ fn paged(c: &Case, data: &Data, poison: f32, page_size: usize) -> Layout {
             let id = (next * 5 + 3) % num_pages;
             next += 1;
             let keys = page * page_size..((page + 1) * page_size).min(s.seqlen_k);
-            if keys.start >= hull.end || keys.end <= hull.start {
+            if !keys.clone().any(|key| hull.contains(key)) {
                 continue; // Never visible: the id stays hostile and the bytes poison.
             }
             table[i * table_stride + page] = id as u32;
-            for key in keys.filter(|key| hull.contains(key)) {
+            for key in keys.filter(|&key| hull.contains(key)) {
                 for head in 0..h.num_kv_heads {
                     let row = (first + key) * h.num_kv_heads + head;
                     let slot = key % page_size;
@@ -249,11 +276,12 @@ fn paged(c: &Case, data: &Data, poison: f32, page_size: usize) -> Layout {
     Layout { k, v, k_strides: ks, v_strides: vs, table, table_stride, scales }
 }
 
-/// Result: out `[total_q, heads, dv]`, lse `[heads, total_q]`, books a sequence.
+/// Result: out `[total_q, heads, dv]`, lse `[heads, total_q]`, the largest score a head, books a sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
     pub out: Vec<f32>,
     pub lse: Vec<f32>,
+    pub max_scores: Vec<f32>,
     pub books: Vec<AttnBooks>,
 }
 
@@ -274,14 +302,12 @@ pub fn run_case(c: &Case, data: &Data, machine: &Machine, poison: f32) -> Outcom
     let mut out = Flat::filled(c.total_q() * out_strides.0 + 3, CANARY, c.q_dtype);
     let mut lse = vec![f32::NAN; h.num_q_heads * c.total_q()];
     let mut books = vec![AttnBooks::default(); c.seqs.len()];
-    let (slopes, sinks) = (c.slopes(), c.sinks());
-    let head_scores = HeadScores {
-        alibi_slopes: c.scores.alibi.then_some(&slopes[..]),
-        sinks: c.scores.sink.then_some(&sinks[..]),
-    };
+    let beside = Beside::of(c);
+    let extras = beside.extras(c);
+    let mut max_scores = vec![f32::NAN; h.num_q_heads];
     let args = Args {
+        extras,
         kv_scales: layout.scales.args(),
-        head_scores,
         q: q.buf(),
         q_strides: (h.num_q_heads * h.head_dim_qk, h.head_dim_qk),
         k: layout.k.buf(),
@@ -293,10 +319,12 @@ pub fn run_case(c: &Case, data: &Data, machine: &Machine, poison: f32) -> Outcom
         out: out.buf_mut(),
         out_strides,
         lse: Some(&mut lse),
+        max_scores: Some(&mut max_scores),
     };
     run(&plan, args, &mut ws, &mut books).unwrap_or_else(|e| panic!("{e}: {c:?}"));
     for (i, (len, book)) in c.seqs.iter().zip(&books).enumerate() {
-        assert_eq!(*book, plan.predicted(*len), "books of sequence {i}: {c:?} {plan}");
+        let predicted = if c.by_bits() { plan.predicted_with(i, &extras) } else { plan.predicted(*len) };
+        assert_eq!(*book, predicted, "books of sequence {i}: {c:?} {plan}");
     }
     let flat = out.to_f32();
     let mut dense = Vec::new();
@@ -309,7 +337,7 @@ pub fn run_case(c: &Case, data: &Data, machine: &Machine, poison: f32) -> Outcom
         }
     }
     assert!(flat.iter().zip(&used).all(|(x, u)| *u || *x == CANARY), "canary overwritten: {c:?}");
-    Outcome { out: dense, lse, books }
+    Outcome { out: dense, lse, max_scores, books }
 }
 
 pub fn machine(threads: usize) -> Machine {
@@ -322,37 +350,52 @@ pub fn machines() -> Vec<Machine> {
         .collect()
 }
 
-/// Plain attention of one row in f32: scores, max, exp, sum, weighted sum, one after another.
+/// Plain attention of one row in f32: scores, max, exp, sum, weighted sum, one after another. Returns lse and the size of the largest score.
 #[rustfmt::skip]
-fn plain_row_f32(c: &Case, len: SeqLen, i: usize, h: usize, q: &[f32], k: &[f32], v: &[f32], o: &mut [f32]) -> f32 {
+fn plain_row_f32(c: &Case, spec: &Spec<'_>, len: SeqLen, i: usize, h: usize, q: &[f32], k: &[f32], v: &[f32], o: &mut [f32]) -> (f32, f32) {
     let (heads, kv_head) = (c.heads, h / c.heads.group_size());
     let scale = c.problem().scale();
     let q = &q[(i * heads.num_q_heads + h) * heads.head_dim_qk..][..heads.head_dim_qk];
-    let keys = c.mask.visible(len, i);
+    let keys = spec.keys(len, i, h);
     let sink = if c.scores.sink { c.sinks()[h] } else { f32::NEG_INFINITY };
     o.fill(0.0);
-    if keys.is_empty() {
-        return sink;
-    }
-    let s: Vec<f32> = keys.clone().map(|j| {
+    let s: Vec<f32> = keys.iter().map(|&j| {
         let k = &k[(j * heads.num_kv_heads + kv_head) * heads.head_dim_qk..][..heads.head_dim_qk];
         let mut s = q.iter().zip(k).map(|(a, b)| a * b).sum::<f32>() * scale;
-        if let Some(cap) = c.scores.softcap {
+        if let Some(cap) = c.scores.softcap.filter(|&cap| cap > 0.0) {
             s = cap * (s / cap).tanh();
+        }
+        if let Some(bias) = spec.bias {
+            s += bias(h, i, j) as f32;
         }
         if c.scores.alibi {
             s -= c.slopes()[h] * (c.mask.centre(len, i) - j as i64).abs() as f32;
         }
         s
     }).collect();
+    if s.iter().all(|&s| s == f32::NEG_INFINITY) {
+        return (sink, 0.0);
+    }
     let max = s.iter().copied().fold(sink, f32::max);
     let sum: f32 = s.iter().map(|s| (s - max).exp()).sum::<f32>() + (sink - max).exp();
-    for (j, s) in keys.zip(&s) {
-        let p = (s - max).exp() / sum;
+    for (&j, s) in keys.iter().zip(&s) {
+        let p = (s - max).exp() / sum * spec.dropout.map_or(1.0, |kept| kept(h, i, j)) as f32;
         let v = &v[(j * heads.num_kv_heads + kv_head) * heads.head_dim_v..][..heads.head_dim_v];
         o.iter_mut().zip(v).for_each(|(o, v)| *o += p * v);
     }
-    max + sum.ln()
+    let size = s.iter().filter(|s| s.is_finite()).fold(0.0f32, |size, s| size.max(s.abs()));
+    (max + sum.ln(), size)
+}
+
+/// One rounding.
+pub fn unit(dtype: DType) -> f64 {
+    if dtype == DType::F32 { 2f64.powi(-23) } else { 2f64.powi(-8) }
+}
+
+/// Whether scores are worked on after they were rounded once: then the rule takes one more rounding of the largest score, by which any
+/// weight may move.
+pub fn bends(scores: &Scores) -> bool {
+    scores.softcap.is_some_and(|cap| cap > 0.0) || scores.bias || scores.alibi
 }
 
 /// The rule: non-finite places agree first; then error <= 2x plain attention's error in the same precision + one rounding.
@@ -361,16 +404,14 @@ pub fn judge(c: &Case, data: &Data, got: &Outcome) {
     let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
     let (q64, k64, v64) = (wide(&data.q), wide(&data.k), wide(&data.v));
     let (mut q0, mut k0) = (0, 0);
-    let (slopes, sinks) = (wide(&c.slopes()), wide(&c.sinks()));
-    let spec = Spec {
-        softcap: c.scores.softcap.map(f64::from),
-        alibi_slopes: c.scores.alibi.then_some(&slopes[..]),
-        sinks: c.scores.sink.then_some(&sinks[..]),
-        ..Spec::new(h, c.mask, f64::from(c.problem().scale()))
-    };
+    let beside = Beside::of(c);
     let (mut ours, mut plain, mut top) = (0.0f64, 0.0f64, 0.0f64);
+    let mut scores = 0.0f64;
     let (mut lse_ours, mut lse_plain, mut lse_top) = (0.0f64, 0.0f64, 1.0f64);
-    for len in &c.seqs {
+    for (seq, len) in c.seqs.iter().enumerate() {
+        let pairs = Pairs { c, beside: &beside, seq };
+        let of = pairs.functions();
+        let spec = pairs.spec(&of);
         let (qa, ka, va) = (
             q0 * h.num_q_heads * h.head_dim_qk,
             k0 * h.num_kv_heads * h.head_dim_qk,
@@ -382,8 +423,18 @@ pub fn judge(c: &Case, data: &Data, got: &Outcome) {
                 let mut o32 = vec![0.0; h.head_dim_v];
                 #[rustfmt::skip]
                 let l64 = reference::attention_row_f64(&spec, *len, i, head, &q64[qa..], &k64[ka..], &v64[va..], &mut o64);
-                let l32 =
-                    plain_row_f32(c, *len, i, head, &data.q[qa..], &data.k[ka..], &data.v[va..], &mut o32);
+                let (l32, score) = plain_row_f32(
+                    c,
+                    &spec,
+                    *len,
+                    i,
+                    head,
+                    &data.q[qa..],
+                    &data.k[ka..],
+                    &data.v[va..],
+                    &mut o32,
+                );
+                scores = scores.max(f64::from(score));
                 let at = ((q0 + i) * h.num_q_heads + head) * h.head_dim_v;
                 for x in 0..h.head_dim_v {
                     let (g, r) = (got.out[at + x], o64[x]);
@@ -415,8 +466,8 @@ pub fn judge(c: &Case, data: &Data, got: &Outcome) {
         }
         (q0, k0) = (q0 + len.seqlen_q, k0 + len.seqlen_k);
     }
-    let unit = |d: DType| if d == DType::F32 { 2f64.powi(-23) } else { 2f64.powi(-8) };
-    let bound = 2.0 * plain + unit(c.q_dtype) * top;
+    let bent = if bends(&c.scores) { 2f64.powi(-24) * scores } else { 0.0 };
+    let bound = 2.0 * plain + (unit(c.q_dtype) + bent) * top;
     assert!(ours <= bound, "out error {ours:.3e} > {bound:.3e} (plain {plain:.3e}): {c:?}");
     let bound = 2.0 * lse_plain + unit(DType::F32) * lse_top;
     assert!(lse_ours <= bound, "lse error {lse_ours:.3e} > {bound:.3e} (plain {lse_plain:.3e}): {c:?}");

@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use rayon::ThreadPool;
-use suanpan_attn::{KvLayout, Limits, Machine, Plan, Problem, Scores, Workspace};
-use suanpan_base::{BadArgument, DType, Mask, ScaleGrain, SeqLen};
+use suanpan_attn::{KvLayout, Limits, Machine, Plan, Problem, Workspace};
+use suanpan_base::{BadArgument, Mask, SeqLen};
 use suanpan_cache::{KvStorage, LayerShape};
 use suanpan_ledger::{AttnBooks, kernel};
 use suanpan_ops::{self as ops, LinearInput, LinearOut, LinearWorkspace, Precision, RopeTable};
@@ -178,14 +178,10 @@ impl Core {
             let index = known.unwrap_or(plans.len());
             if known.is_none() {
                 let problem = Problem {
-                    kv_scales: ScaleGrain::None,
-                    heads,
-                    mask,
-                    scores: Scores::default(),
                     softmax_scale: config.softmax_scale,
-                    q_dtype: DType::F32,
                     kv_dtype: opts.kv_dtype,
                     kv: KvLayout::Paged { page_size: opts.page_size },
+                    ..Problem::new(heads, mask)
                 };
                 plans.push((mask, Plan::new(&problem, &machine, limits)?));
             }

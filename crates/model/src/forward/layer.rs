@@ -1,6 +1,6 @@
 //! One transformer layer over the rows of a step.
 
-use suanpan_attn::{self as attn, Args, HeadScores, KvScales, Plan, Strides, Workspace};
+use suanpan_attn::{self as attn, Args, Extras, KvScales, Plan, Strides, Workspace};
 use suanpan_base::{Buf, BufMut};
 use suanpan_cache::KvStorage;
 use suanpan_ledger::AttnBooks;
@@ -75,7 +75,7 @@ impl Ctx<'_> {
         let strides = |(token, head, page): (usize, usize, usize)| Strides { token, head, page };
         let args = Args {
             kv_scales: KvScales::default(),
-            head_scores: HeadScores::default(),
+            extras: Extras::default(),
             q: Buf::F32(q),
             q_strides: (q_cols, heads.head_dim_qk),
             k: kv.k(index),
@@ -87,6 +87,7 @@ impl Ctx<'_> {
             out: BufMut::F32(&mut o[..rows * o_cols]),
             out_strides: (o_cols, heads.head_dim_v),
             lse: None,
+            max_scores: None,
         };
         attn::run(plan, args, self.attn, books)?;
         self.watch.mark(Op::Attn);

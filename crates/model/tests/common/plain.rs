@@ -76,12 +76,12 @@ fn attend<R: Real>(model: &Model, mask: Mask, q: &[Vec<R>], k: &[Vec<R>], v: &[V
     let heads = model.config.heads;
     let (dq, dv) = (heads.head_dim_qk, heads.head_dim_v);
     let scale = R::of(f64::from(model.config.softmax_scale.unwrap_or(heads.default_scale())));
-    let len = SeqLen { seqlen_q: q.len(), seqlen_k: k.len() };
+    let len = SeqLen::new(q.len(), k.len());
     let row = |i: usize, h: usize| {
         let g = h / heads.group_size();
         let seen = mask.visible(len, i);
         let scores: Vec<R> = seen
-            .clone()
+            .keys()
             .map(|p| {
                 let pairs = q[i][h * dq..][..dq].iter().zip(&k[p][g * dq..][..dq]);
                 scale * pairs.fold(R::of(0.0), |s, (&a, &b)| s + a * b)
@@ -91,7 +91,7 @@ fn attend<R: Real>(model: &Model, mask: Mask, q: &[Vec<R>], k: &[Vec<R>], v: &[V
         let weights: Vec<R> = scores.iter().map(|s| R::of((s.to() - max).exp())).collect();
         let sum = weights.iter().fold(R::of(0.0), |s, &w| s + w);
         (0..dv)
-            .map(|d| seen.clone().zip(&weights).fold(R::of(0.0), |s, (p, &w)| s + w * v[p][g * dv + d]) / sum)
+            .map(|d| seen.keys().zip(&weights).fold(R::of(0.0), |s, (p, &w)| s + w * v[p][g * dv + d]) / sum)
             .collect::<Vec<R>>()
     };
     (0..q.len()).map(|i| (0..heads.num_q_heads).flat_map(|h| row(i, h)).collect()).collect()

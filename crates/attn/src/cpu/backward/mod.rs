@@ -9,6 +9,9 @@
 //! Every sum runs over rows or keys in their own order, in tiles at absolute places: bits depend on nobody else.
 
 mod ahead;
+mod bend;
+mod bias;
+mod exact;
 mod products;
 mod rows;
 pub(crate) mod task;
@@ -19,8 +22,11 @@ use std::sync::atomic::Ordering;
 use suanpan_base::lse::EMPTY_LSE;
 
 use super::pack::pack_k;
+use super::seen::{Token, bits_of};
 use super::task::Src;
 use super::vector::{MAX_LANES, Vector};
+use crate::backward::plan::BackwardSeq;
+use crate::plan::KEY_BLOCK;
 use crate::workspace::TILE_ROWS;
 use ahead::Ahead;
 use rows::{add_rows, copy_rows, dots, write_rows};
@@ -60,6 +66,7 @@ pub(crate) unsafe fn run_with<V: Vector, const N: usize>(t: &Task<'_>) {
         match t.work {
             Work::Prepare { seq, tile, kv_head } => prepare::<V>(t, seq, tile, kv_head),
             Work::Keys(_) => keys::<V, N>(t),
+            Work::Bias(_) => bias::key_tile::<V, N>(t),
         }
     }
 }
@@ -118,12 +125,19 @@ unsafe fn keys<V: Vector, const N: usize>(t: &Task<'_>) {
         let tiles = len.seqlen_q.div_ceil(c.plan.tile_q());
         for tile in 0..tiles {
             let Some(visit) = t.visit(tile) else { continue };
+            let seen = look_up(t, &mut w, &visit);
+            if seen == 0 {
+                // Bits hide the whole pair of tiles; sums of dq still go on in turn.
+                std::ptr::write_bytes(w.dq, 0, visit.rows.count * w.qk_stride);
+                add_in_turn::<V>(t, &w, &visit);
+                continue;
+            }
             if !loaded {
                 finite_keys = load_keys::<V, N>(t, &mut w);
                 clear(&w, unit.keys);
                 loaded = true;
             }
-            pairs += look_up(t, &mut w, &visit);
+            pairs += seen;
             rows += visit.rows.count;
             let finite_rows = load_queries::<V>(t, &mut w, &visit);
             let next = if tile + 1 < tiles { t.visit(tile + 1) } else { None };
@@ -200,17 +214,34 @@ fn place_keys(t: &Task<'_>, source: &Source, offsets: &mut [usize]) {
 #[inline(always)]
 fn look_up(t: &Task<'_>, w: &mut Scratch<'_>, visit: &Visit) -> u64 {
     let unit = t.unit();
-    let (len, group) = (t.call.plan.seqs[unit.seq as usize].len, t.call.heads.group_size());
-    let clip = |key: usize| key.clamp(unit.key_start, unit.key_start + unit.keys) - unit.key_start;
+    let (seq, group) = (unit.seq as usize, t.call.heads.group_size());
+    let BackwardSeq { len, q_start, .. } = t.call.plan.seqs[seq];
+    let padded = visit.rows.count.next_multiple_of(TILE_ROWS);
+    w.visible[visit.rows.count..padded].fill(0..0);
     let mut pairs = 0;
+    if visit.by_bits {
+        for row in 0..visit.rows.count {
+            let (i, head) = visit.rows.tile_token_and_head(row);
+            let token = Token { len, seq, q_start, token: visit.token + i };
+            for (block, bits) in w.bits[row].iter_mut().enumerate() {
+                let left = block * KEY_BLOCK;
+                let keys = bits_of(&(0..unit.keys.saturating_sub(left).min(KEY_BLOCK)));
+                *bits =
+                    if keys == 0 { 0 } else { t.call.sight.bits(token, head, unit.key_start + left) & keys };
+                pairs += u64::from(bits.count_ones());
+            }
+            // Products run over the whole tile; what a row does not see is taken out of p and ds.
+            w.visible[row] = 0..unit.keys;
+        }
+        return pairs;
+    }
+    let clip = |key: usize| key.clamp(unit.key_start, unit.key_start + unit.keys) - unit.key_start;
     for (i, rows) in w.visible[..visit.rows.count].chunks_mut(group).enumerate() {
-        let seen = t.call.mask.visible(len, visit.token + i);
+        let seen = t.call.mask.visible(len, visit.token + i).run;
         let seen = clip(seen.start)..clip(seen.end);
         pairs += (seen.len() * rows.len()) as u64;
         rows.fill(seen);
     }
-    let padded = visit.rows.count.next_multiple_of(TILE_ROWS);
-    w.visible[visit.rows.count..padded].fill(0..0);
     pairs
 }
 

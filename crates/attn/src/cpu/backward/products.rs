@@ -4,8 +4,13 @@ use std::ops::Range;
 
 use super::CHUNK_KEYS;
 use super::ahead::Ahead;
+use super::bend::bend_row;
+use super::exact::pair_gradients;
 use super::task::{Scratch, Task, Visit};
+use crate::cpu::seen::{Runs, bits_of};
+use crate::cpu::softmax::Columns;
 use crate::cpu::vector::{MAX_LANES, Vector};
+use crate::plan::KEY_BLOCK;
 use crate::workspace::TILE_ROWS;
 
 /// Calls `f::<V, .., M>(..)` for the `M <= N` vectors that a panel has left.
@@ -46,12 +51,37 @@ pub(crate) unsafe fn tile_gradients<V: Vector, const N: usize>(
     // SAFETY: forwarded; every pointer below stays inside its part of the slot.
     unsafe {
         look_back(w, rows, keys);
-        scores::<V, N>(t, w, ahead, rows, keys);
+        if t.changes_scores() {
+            scores::<V, N, true>(t, w, visit, ahead, keys);
+        } else {
+            scores::<V, N, false>(t, w, visit, ahead, keys);
+        }
         clear_beside::<V, N>(w, rows, keys);
+        if visit.by_bits {
+            hide(w, rows, keys);
+            if !(finite_keys && finite_rows) {
+                return pair_gradients(t, w, visit);
+            }
+        }
         key_gradients::<V, N>(w, ahead, rows, keys, (w.p, w.d_out, w.v_stride), (w.dv, dv), finite_rows);
         key_gradients::<V, N>(w, ahead, rows, keys, (w.ds, w.q, w.qk_stride), (w.dk, dqk), finite_rows);
         query_gradients::<V, N>(w, rows, keys, dqk, finite_keys);
     }
+}
+
+/// p and, in the units of finished scores, ds of a query tile and a key tile; what a row does not see is left as it is.
+///
+/// # Safety
+/// As [`tile_gradients`].
+#[inline(always)]
+pub(crate) unsafe fn tile_score_gradients<V: Vector, const N: usize>(
+    t: &Task<'_>,
+    w: &mut Scratch<'_>,
+    visit: &Visit,
+    ahead: &mut Ahead,
+) {
+    // SAFETY: forwarded.
+    unsafe { scores::<V, N, true>(t, w, visit, ahead, t.unit().keys) };
 }
 
 /// What the rows of tile `tile` see; `None` when they see nothing.
@@ -65,14 +95,15 @@ fn span(w: &Scratch<'_>, rows: usize, tile: usize) -> Option<Span> {
 
 /// p and ds for every tile and panel with a visible pair. Panels outside, so that one stays close while tiles stream.
 #[inline(always)]
-unsafe fn scores<V: Vector, const N: usize>(
+unsafe fn scores<V: Vector, const N: usize, const CHANGED: bool>(
     t: &Task<'_>,
     w: &Scratch<'_>,
+    visit: &Visit,
     ahead: &mut Ahead,
-    rows: usize,
     keys: usize,
 ) {
-    let (c, panel) = (t.call, N * V::LANES);
+    let (c, panel, rows) = (t.call, N * V::LANES, visit.rows.count);
+    let dropped = c.dropout.as_ref().map(|dropout| dropout.factor_kept());
     let (dqk, dv) = (c.heads.head_dim_qk, c.heads.head_dim_v);
     let mut left = 0;
     while left < keys {
@@ -90,6 +121,14 @@ unsafe fn scores<V: Vector, const N: usize>(
                 unsafe {
                     if gradients {
                         let panel_v = w.v_panels.add(left * dv);
+                        if CHANGED {
+                            by_vectors!(
+                                vectors,
+                                N,
+                                bent_gradient_tile::<V>(w, row, panel_v, panel, dv, left, dropped, masked)
+                            );
+                            continue;
+                        }
                         by_vectors!(
                             vectors,
                             N,
@@ -97,6 +136,26 @@ unsafe fn scores<V: Vector, const N: usize>(
                         );
                     } else {
                         let panel_k = w.k_panels.add(left * dqk);
+                        if CHANGED {
+                            by_vectors!(
+                                vectors,
+                                N,
+                                score_tile::<V>(w, row, panel_k, panel, dqk, left, c.scale)
+                            );
+                            let (from, to) = (left, left + vectors * V::LANES);
+                            for row in row..row + TILE_ROWS {
+                                let seen = &w.visible[row];
+                                let cols =
+                                    Columns { from, to, lo: seen.start.max(from), hi: seen.end.min(to) };
+                                if row < rows {
+                                    bend_row::<V>(t, w, visit, row, cols);
+                                } else {
+                                    std::ptr::write_bytes(w.p.add(row * w.p_stride + from), 0, to - from);
+                                    std::ptr::write_bytes(w.ds.add(row * w.p_stride + from), 0, to - from);
+                                }
+                            }
+                            continue;
+                        }
                         by_vectors!(
                             vectors,
                             N,
@@ -211,6 +270,65 @@ unsafe fn gradient_tile<V: Vector, const M: usize>(
     }
 }
 
+/// 6 rows × M vectors of plain scores, into p.
+#[inline(always)]
+unsafe fn score_tile<V: Vector, const M: usize>(
+    w: &Scratch<'_>,
+    row: usize,
+    k: *const f32,
+    panel: usize,
+    d: usize,
+    left: usize,
+    scale: f32,
+) {
+    // SAFETY: within the slot's parts.
+    unsafe {
+        let acc = product::<V, TILE_ROWS, M, true>(w.q.add(row * w.qk_stride), w.qk_stride, k, panel, d);
+        for r in 0..TILE_ROWS {
+            for m in 0..M {
+                let at = (row + r) * w.p_stride + left + m * V::LANES;
+                acc[r][m].mul(V::splat(scale)).store(w.p.add(at));
+            }
+        }
+    }
+}
+
+/// 6 rows × M vectors of ds, from `weight · slope` in its place; `kept` is the factor of weights that dropout kept.
+#[inline(always)]
+unsafe fn bent_gradient_tile<V: Vector, const M: usize>(
+    w: &Scratch<'_>,
+    row: usize,
+    v: *const f32,
+    panel: usize,
+    d: usize,
+    left: usize,
+    kept: Option<f32>,
+    masked: bool,
+) {
+    // SAFETY: within the slot's parts.
+    unsafe {
+        let acc = product::<V, TILE_ROWS, M, true>(w.d_out.add(row * w.v_stride), w.v_stride, v, panel, d);
+        let zero = V::splat(0.0);
+        for r in 0..TILE_ROWS {
+            let delta = V::splat(*w.delta.add(row + r));
+            for m in 0..M {
+                let at = (row + r) * w.p_stride + left + m * V::LANES;
+                let mut dp = acc[r][m];
+                if let Some(kept) = kept {
+                    // Dropped where p is 0; where it is 0 for another reason, the weight in ds is 0 too.
+                    dp = zero.if_less(V::load(w.p.add(at)), dp.mul(V::splat(kept)), zero);
+                }
+                let mut ds = dp.sub(delta).mul(V::load(w.ds.add(at)));
+                if masked {
+                    let (lo, hi) = within(&w.visible[row + r], left + m * V::LANES);
+                    ds = ds.select(lo, hi, zero);
+                }
+                ds.store(w.ds.add(at));
+            }
+        }
+    }
+}
+
 /// The seen columns, counted from column `left`.
 #[inline(always)]
 fn within(seen: &Range<usize>, left: usize) -> (usize, usize) {
@@ -291,6 +409,21 @@ unsafe fn key_gradients<V: Vector, const N: usize>(
             }
         }
         left += panel;
+    }
+}
+
+/// Zeros in p and ds where a row's bits say that it does not see the key.
+fn hide(w: &Scratch<'_>, rows: usize, keys: usize) {
+    for row in 0..rows {
+        for (block, &bits) in w.bits[row].iter().enumerate() {
+            let left = block * KEY_BLOCK;
+            for col in Runs(!bits & bits_of(&(0..keys.saturating_sub(left).min(KEY_BLOCK)))).flatten() {
+                for x in [w.p, w.ds] {
+                    // SAFETY: a column of the key tile, in a row of the query tile.
+                    unsafe { *x.add(row * w.p_stride + left + col) = 0.0 };
+                }
+            }
+        }
     }
 }
 

@@ -8,8 +8,11 @@ use suanpan_base::{Buf, BufMut, HeadShape, Mask};
 
 use crate::backward::plan::{BackwardPlan, BackwardUnit};
 use crate::backward::run::BackwardArgs;
-use crate::backward::workspace::{BackwardWorkspace, Counters, SlotLayout};
+use crate::backward::workspace::{BackwardWorkspace, Counters, SlotLayout, TILE_BLOCKS};
+use crate::cpu::seen::{Bits, Sight};
 use crate::cpu::task::{Dst, Src};
+use crate::dropout::Dropout;
+use crate::extras::Extras;
 use crate::workspace::TILE_ROWS;
 
 /// A strided buffer that is read.
@@ -91,6 +94,10 @@ pub(crate) struct Call<'a> {
     pub v: Source,
     pub out: Source,
     pub d_out: Source,
+    pub extras: Extras<'a>,
+    pub sight: Sight<'a>,
+    pub dropout: Option<Dropout>,
+    pub d_bias: Option<*mut f32>,
     pub lse: &'a [f32],
     pub d_lse: Option<&'a [f32]>,
     pub dq: Sink,
@@ -119,6 +126,8 @@ pub(crate) enum Work {
     Prepare { seq: usize, tile: usize, kv_head: usize },
     /// One key tile.
     Keys(BackwardUnit),
+    /// One key tile, for the gradient of the bias.
+    Bias(BackwardUnit),
 }
 
 /// A task and the scratch of the thread that runs it.
@@ -140,6 +149,12 @@ pub(crate) struct TileRows {
 }
 
 impl TileRows {
+    /// Query token of the tile and query head of row `row`.
+    #[inline(always)]
+    pub fn tile_token_and_head(&self, row: usize) -> (usize, usize) {
+        (row / self.group, self.kv_head * self.group + row % self.group)
+    }
+
     /// Token (of all sequences) and query head of row `row`.
     #[inline(always)]
     pub fn token_and_head(&self, row: usize) -> (usize, usize) {
@@ -158,6 +173,8 @@ pub(crate) struct Visit {
     /// First query token within the sequence.
     pub token: usize,
     pub turn: usize,
+    /// Rows see other keys than runs of them.
+    pub by_bits: bool,
     /// Key tiles that add to these rows of dq before this one.
     pub rank: u32,
     /// No key tile comes after this one.
@@ -181,6 +198,8 @@ pub(crate) struct Scratch<'s> {
     pub zeros: *mut f32,
     /// Columns of the key tile that each row sees.
     pub visible: &'s mut [Range<usize>],
+    /// The same as bits, where the visit goes by bits.
+    pub bits: &'s mut [[Bits; TILE_BLOCKS]],
     /// Rows of the query tile that see each group of keys.
     pub seen_by: &'s mut [Range<usize>],
     pub offsets: &'s mut [usize],
@@ -198,7 +217,7 @@ impl<'a> Call<'a> {
         let counters = &ws.counters[..plan.seqs.len()];
         turns.iter().for_each(|t| t.store(0, Ordering::Relaxed));
         for c in counters {
-            for n in [&c.pairs, &c.keys, &c.rows] {
+            for n in [&c.pairs, &c.bias_pairs, &c.keys, &c.rows] {
                 n.store(0, Ordering::Relaxed);
             }
         }
@@ -212,6 +231,15 @@ impl<'a> Call<'a> {
             v: Source::new(args.v, args.v_strides),
             out: Source::new(args.out, args.out_strides),
             d_out: Source::new(args.d_out, args.d_out_strides),
+            extras: args.extras,
+            sight: Sight::new(&plan.problem, &args.extras),
+            dropout: plan
+                .problem
+                .scores
+                .dropout
+                .zip(args.extras.dropout)
+                .map(|(p, key)| Dropout::new(p, key)),
+            d_bias: args.d_bias.map(|x| x.as_mut_ptr()),
             lse: args.lse,
             d_lse: args.d_lse,
             dq: Sink::new(args.dq, args.dq_strides),
@@ -253,6 +281,70 @@ impl<'a> Call<'a> {
         unsafe { super::run(&Task { call: self, work: Work::Keys(self.plan.units[unit]), slot }) }
     }
 
+    /// Independent parts of the gradient of the bias; 0 where it is not wanted.
+    pub fn bias_parts(&self) -> usize {
+        let Some(bias) = self.extras.bias.filter(|_| self.d_bias.is_some()) else { return 0 };
+        let all = |stride: usize, count: usize| if stride == 0 { 1 } else { count };
+        let tiles = self.plan.limits.max_seqlen_k.div_ceil(self.plan.tile_k());
+        all(bias.strides.seq, self.plan.seqs.len())
+            * all(bias.strides.head, self.heads.num_kv_heads)
+            * all(bias.strides.key, tiles)
+    }
+
+    /// Runs part `part`: the sequences, kv heads and key tiles that share its numbers, one after another.
+    ///
+    /// # Safety
+    /// `check` accepted the call; rows are prepared; no other thread runs this part or uses this worker's slot.
+    pub unsafe fn run_bias(&self, part: usize, worker: usize) {
+        let strides = self.extras.bias.map_or_else(Default::default, |bias| bias.strides);
+        let tile_k = self.plan.tile_k();
+        let tiles = self.plan.limits.max_seqlen_k.div_ceil(tile_k);
+        let kv_heads = self.heads.num_kv_heads;
+        // The part's own index along each dimension that is not broadcast, all of the others.
+        let mut rest = part;
+        let mut own = |stride: usize, count: usize| {
+            if stride == 0 {
+                return 0..count;
+            }
+            let at = rest % count;
+            rest /= count;
+            at..at + 1
+        };
+        let (seqs, heads) = (own(strides.seq, self.plan.seqs.len()), own(strides.head, kv_heads));
+        let key_tiles = own(strides.key, tiles);
+        // SAFETY: the workspace holds `threads` slots of `slot_len` floats and `worker < threads`.
+        let slot = unsafe { self.slots.add(worker * self.slot_len) };
+        for zero in [true, false] {
+            for (seq, head) in seqs.clone().flat_map(|seq| heads.clone().map(move |head| (seq, head))) {
+                let keys = self.plan.seqs[seq].len.seqlen_k;
+                for tile in key_tiles.start..key_tiles.end.min(keys.div_ceil(tile_k)) {
+                    let key_start = tile * tile_k;
+                    let unit = BackwardUnit::new(seq, head, key_start..keys.min(key_start + tile_k));
+                    let t = Task { call: self, work: Work::Bias(unit), slot };
+                    // SAFETY: forwarded; the numbers of these pairs are this part's own.
+                    unsafe { if zero { t.zero_bias() } else { super::run(&t) } }
+                }
+            }
+        }
+    }
+
+    /// The gradient of head `head`'s sink: minus the sum, over all rows in their order, of the sink's weight times delta. Rows are prepared.
+    pub fn d_sink(&self, head: usize) -> f32 {
+        let Some(sink) = self.extras.sinks.map(|sinks| sinks[head]).filter(|s| *s > f32::NEG_INFINITY) else {
+            return 0.0;
+        };
+        let group = self.heads.group_size();
+        let first = head / group * self.plan.total_q * group + head % group;
+        let mut sum = 0.0f64;
+        for token in 0..self.plan.total_q {
+            // SAFETY: row constants of all tokens and heads were written before; nobody writes them now.
+            let delta = unsafe { *self.row_delta.add(first + token * group) };
+            let lse = self.lse[head * self.plan.total_q + token];
+            sum -= f64::from(sink - lse).exp().min(1.0) * f64::from(delta);
+        }
+        sum as f32
+    }
+
     /// The rows of query tile `tile` of sequence `seq` under a kv head.
     pub fn tile_rows(&self, seq: usize, tile: usize, kv_head: usize) -> TileRows {
         let (s, group) = (&self.plan.seqs[seq], self.heads.group_size());
@@ -265,12 +357,18 @@ impl<'a> Call<'a> {
 }
 
 impl Task<'_> {
-    /// The key tile of a `Work::Keys`.
+    /// The key tile of a `Work::Keys` or `Work::Bias`.
     pub fn unit(&self) -> &BackwardUnit {
         match &self.work {
-            Work::Keys(unit) => unit,
+            Work::Keys(unit) | Work::Bias(unit) => unit,
             Work::Prepare { .. } => unreachable!("only key tiles have a unit"),
         }
+    }
+
+    /// Whether scores are bent, biased or dropped on their way.
+    pub fn changes_scores(&self) -> bool {
+        let scores = &self.call.plan.problem.scores;
+        scores.change_scores() || scores.dropout.is_some()
     }
 
     /// The element at which key `key` of the tile starts in a buffer of keys or values.
@@ -285,19 +383,23 @@ impl Task<'_> {
     pub fn visit(&self, tile: usize) -> Option<Visit> {
         let (c, unit) = (self.call, self.unit());
         let seq = &c.plan.seqs[unit.seq as usize];
-        let hull = c.plan.hull(seq.len, tile);
-        if hull.is_empty() || hull.start >= unit.key_start + unit.keys || hull.end <= unit.key_start {
+        let at = unit.key_start / c.plan.tile_k();
+        let [head, run] = c.plan.hull(seq.len, tile).tiles(c.plan.tile_k());
+        let rank = if head.contains(&at) {
+            at
+        } else if run.contains(&at) {
+            head.len() + at - run.start
+        } else {
             return None;
-        }
-        let tile_k = c.plan.tile_k();
-        let (at, first, last) = (unit.key_start / tile_k, hull.start / tile_k, (hull.end - 1) / tile_k);
+        };
         let kv_head = unit.kv_head as usize;
         Some(Visit {
             rows: c.tile_rows(unit.seq as usize, tile, kv_head),
             token: tile * c.plan.tile_q(),
             turn: (seq.first_tile + tile) * c.heads.num_kv_heads + kv_head,
-            rank: (at - first) as u32,
-            last: at == last,
+            by_bits: c.plan.by_bits(seq.len, tile),
+            rank: rank as u32,
+            last: rank + 1 == head.len() + run.len(),
         })
     }
 
@@ -327,6 +429,7 @@ impl Task<'_> {
                 delta: slot.add(l.delta),
                 zeros: slot.add(l.zeros),
                 visible: std::slice::from_raw_parts_mut(slot.add(l.visible).cast(), rows),
+                bits: std::slice::from_raw_parts_mut(slot.add(l.bits).cast(), rows),
                 seen_by: std::slice::from_raw_parts_mut(slot.add(l.seen_by).cast(), groups),
                 offsets: std::slice::from_raw_parts_mut(slot.add(l.offsets).cast(), offsets),
                 qk_stride: l.qk_stride,
