@@ -7,9 +7,10 @@ use std::time::Instant;
 use half::bf16;
 use rayon::prelude::*;
 use suanpan_attn::cpu::stream;
+use suanpan_attn::quant::{Codes, Rows, quantize, scales_of};
 use suanpan_attn::reference::{self, Spec};
 use suanpan_attn::{Args, Extras, KvLayout, KvScales, Limits, Machine, Plan, Problem, Strides, Workspace};
-use suanpan_base::{BadArgument, Buf, BufMut, DType, HeadShape, Mask, SeqLen};
+use suanpan_base::{BadArgument, Buf, BufMut, DType, HeadShape, Mask, ScaleGrain, SeqLen};
 use suanpan_cache::{KvStorage, LayerShape};
 use suanpan_ledger::AttnBooks;
 
@@ -57,8 +58,10 @@ pub struct Row {
     pub threads: usize,
     /// Heads and widths.
     pub heads: HeadShape,
-    /// Element type of q, K, V and out.
+    /// Element type of q and out.
     pub dtype: DType,
+    /// Element type of K and V; codes have a scale a token and kv head.
+    pub kv_dtype: DType,
     /// Causal or not.
     pub causal: bool,
     /// Lengths of the one sequence.
@@ -94,7 +97,7 @@ impl fmt::Display for Row {
             self.phase,
             self.isa,
             self.threads,
-            self.dtype.name(),
+            if self.kv_dtype == self.dtype { self.dtype.name() } else { self.kv_dtype.name() },
             self.heads.num_q_heads,
             self.heads.num_kv_heads,
             self.heads.head_dim_qk,
@@ -129,7 +132,7 @@ pub fn run(config: &Config) -> Result<Vec<Row>, BadArgument> {
                             config,
                             &machine,
                             heads,
-                            dtype,
+                            (dtype, dtype),
                             causal,
                             SeqLen::new(s, s),
                             None,
@@ -140,7 +143,12 @@ pub fn run(config: &Config) -> Result<Vec<Row>, BadArgument> {
         }
         let (heads, len) = (HeadShape::new(32, 8, 128), SeqLen::extend(config.decode_keys - 1, 1));
         for page_size in [None, Some(16), Some(64)] {
-            rows.push(time("decode", config, &machine, heads, DType::Bf16, true, len, page_size)?);
+            let types = (DType::Bf16, DType::Bf16);
+            rows.push(time("decode", config, &machine, heads, types, true, len, page_size)?);
+        }
+        for kv_dtype in [DType::I8, DType::I4] {
+            let types = (DType::Bf16, kv_dtype);
+            rows.push(time("decode", config, &machine, heads, types, true, len, None)?);
         }
         rows.push(stream(config, &machine)?);
         Ok(rows)
@@ -191,6 +199,7 @@ impl Flat {
 /// Keys and values: `[heads, tokens, d]` as PyTorch lays them out, or the cache's own pages in shuffled order.
 enum Memory {
     Contiguous(Flat, Flat, Strides),
+    Quantised { k: (Codes, Vec<f32>), v: (Codes, Vec<f32>), strides: Strides, scale_strides: Strides },
     Paged(KvStorage, Vec<u32>),
 }
 
@@ -202,6 +211,17 @@ impl Memory {
         let (k, v) = (numbers(len.seqlen_k * row, 2), numbers(len.seqlen_k * row, 3));
         let KvLayout::Paged { page_size } = problem.kv else {
             let strides = Strides { token: d, head: len.seqlen_k * d, page: 0 };
+            if problem.kv_scales != ScaleGrain::None {
+                let quantise = |x: Vec<bf16>| {
+                    let x: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
+                    // Head after head: each row is a token of one head.
+                    let rows = Rows { x: &x, num_kv_heads: 1, head_dim: d, page_size: 1 };
+                    let scales = scales_of(&rows, dtype, problem.kv_scales)?;
+                    Ok::<_, BadArgument>((quantize(&rows, dtype, problem.kv_scales, &scales)?.0, scales))
+                };
+                let scale_strides = Strides { token: 1, head: len.seqlen_k, page: 0 };
+                return Ok(Memory::Quantised { k: quantise(k)?, v: quantise(v)?, strides, scale_strides });
+            }
             return Ok(Memory::Contiguous(Flat::new(k, dtype), Flat::new(v, dtype), strides));
         };
         let pages = len.seqlen_k.div_ceil(page_size);
@@ -222,6 +242,7 @@ impl Memory {
     fn k(&self) -> (Buf<'_>, Strides) {
         match self {
             Memory::Contiguous(k, _, strides) => (k.buf(), *strides),
+            Memory::Quantised { k, strides, .. } => (k.0.buf(), *strides),
             Memory::Paged(storage, _) => (storage.k(0), paged(storage.k_strides(0))),
         }
     }
@@ -229,21 +250,31 @@ impl Memory {
     fn v(&self) -> (Buf<'_>, Strides) {
         match self {
             Memory::Contiguous(_, v, strides) => (v.buf(), *strides),
+            Memory::Quantised { v, strides, .. } => (v.0.buf(), *strides),
             Memory::Paged(storage, _) => (storage.v(0), paged(storage.v_strides(0))),
         }
     }
 
     fn table(&self) -> &[u32] {
         match self {
-            Memory::Contiguous(..) => &[],
+            Memory::Contiguous(..) | Memory::Quantised { .. } => &[],
             Memory::Paged(_, table) => table,
+        }
+    }
+
+    fn scales(&self) -> KvScales<'_> {
+        match self {
+            Memory::Quantised { k, v, scale_strides: s, .. } => {
+                KvScales { k: &k.1, k_strides: *s, v: &v.1, v_strides: *s }
+            }
+            _ => KvScales::default(),
         }
     }
 
     /// Where key `j` of head `head` starts.
     fn row(&self, strides: Strides, head: usize, j: usize) -> usize {
         match self {
-            Memory::Contiguous(..) => head * strides.head + j * strides.token,
+            Memory::Contiguous(..) | Memory::Quantised { .. } => head * strides.head + j * strides.token,
             Memory::Paged(storage, table) => {
                 let (page, slot) = (j / storage.page_size(), j % storage.page_size());
                 table[page] as usize * strides.page + head * strides.head + slot * strides.token
@@ -290,7 +321,7 @@ impl Subject {
         let q_strides = self.q_strides();
         let ((k, k_strides), (v, v_strides)) = (self.memory.k(), self.memory.v());
         let args = Args {
-            kv_scales: KvScales::default(),
+            kv_scales: self.memory.scales(),
             extras: Extras::default(),
             q: self.q.buf(),
             q_strides,
@@ -315,11 +346,16 @@ impl Subject {
         let one = HeadShape::new(1, 1, d);
         let mut worst = 0.0f64;
         for head in [0, h.num_q_heads - 1] {
-            let rows = |(buf, strides): (Buf<'_>, Strides)| -> Vec<f64> {
-                let start = |j| self.memory.row(strides, head / h.group_size(), j);
-                (0..self.len.seqlen_k * d).map(|x| f64::from(buf.get(start(x / d) + x % d))).collect()
+            let (kv_head, scales) = (head / h.group_size(), self.memory.scales());
+            let rows = |(buf, strides): (Buf<'_>, Strides), scales: &[f32], s: Strides| -> Vec<f64> {
+                let element = |j: usize, x: usize| {
+                    let scale = scales.get(j * s.token + kv_head * s.head).map_or(1.0, |&s| f64::from(s));
+                    scale * f64::from(buf.get(self.memory.row(strides, kv_head, j) + x))
+                };
+                (0..self.len.seqlen_k * d).map(|x| element(x / d, x % d)).collect()
             };
-            let (k, v) = (rows(self.memory.k()), rows(self.memory.v()));
+            let k = rows(self.memory.k(), scales.k, scales.k_strides);
+            let v = rows(self.memory.v(), scales.v, scales.v_strides);
             for i in [0, self.len.seqlen_q / 2, self.len.seqlen_q - 1] {
                 let at = i * self.q_strides().0 + head * self.q_strides().1;
                 let mut q = vec![0.0; self.len.seqlen_q * d];
@@ -345,12 +381,13 @@ fn median(mut seconds: Vec<f64>) -> f64 {
 
 #[rustfmt::skip]
 fn time(
-    phase: &'static str, config: &Config, machine: &Machine, heads: HeadShape, dtype: DType,
+    phase: &'static str, config: &Config, machine: &Machine, heads: HeadShape, (dtype, kv_dtype): (DType, DType),
     causal: bool, len: SeqLen, page_size: Option<usize>,
 ) -> Result<Row, BadArgument> {
     let problem = Problem {
+        kv_scales: if kv_dtype.is_code() { ScaleGrain::Token } else { ScaleGrain::None },
         q_dtype: dtype,
-        kv_dtype: dtype,
+        kv_dtype,
         kv: page_size.map_or(KvLayout::Contiguous, |page_size| KvLayout::Paged { page_size }),
         ..Problem::new(heads, if causal { Mask::CAUSAL } else { Mask::FULL })
     };
@@ -372,7 +409,7 @@ fn time(
     }
     let predicted = subject.plan.predicted(len);
     let (isa, threads) = (machine.isa().name(), machine.threads());
-    Ok(Row { phase, isa, threads, heads, dtype, causal, len, page_size, seconds: median(seconds), predicted, error })
+    Ok(Row { phase, isa, threads, heads, dtype, kv_dtype, causal, len, page_size, seconds: median(seconds), predicted, error })
 }
 
 /// A plain read of cache pages by all threads: the bandwidth that decode is held against.
@@ -401,6 +438,7 @@ fn stream(config: &Config, machine: &Machine) -> Result<Row, BadArgument> {
         threads: config.threads,
         heads: HeadShape::new(1, 1, 1),
         dtype,
+        kv_dtype: dtype,
         causal: false,
         len: SeqLen::new(0, 0),
         page_size: None,
@@ -425,7 +463,7 @@ mod tests {
             stream_bytes: 1 << 20,
         };
         let rows = run(&config).unwrap();
-        assert_eq!(rows.len(), 2 * 2 + 3 + 1);
+        assert_eq!(rows.len(), 2 * 2 + 3 + 2 + 1);
         assert!(rows.iter().all(|r| r.seconds > 0.0 && r.gbytes() > 0.0));
         assert!(rows[0].to_string().contains("GFLOP/s"), "{}", rows[0]);
     }

@@ -44,7 +44,7 @@ struct AttnArgs {
     /// Threads [default: one for each core].
     #[arg(long)]
     threads: Option<usize>,
-    /// Print JSON: a list of {"phase", "isa", "threads", "dtype", "num_q_heads", "num_kv_heads", "head_dim", "mask", "seqlen_q",
+    /// Print JSON: a list of {"phase", "isa", "threads", "dtype", "kv_dtype", "num_q_heads", "num_kv_heads", "head_dim", "mask", "seqlen_q",
     /// "seqlen_k", "page_size", "ms", "gflops", "kv_gbytes_per_s", "error"}.
     #[arg(long)]
     json: bool,
@@ -103,7 +103,7 @@ fn attn(args: &AttnArgs) -> anyhow::Result<()> {
 
 fn attn_json(row: &Row) -> serde_json::Value {
     serde_json::json!({
-        "phase": row.phase, "isa": row.isa, "threads": row.threads, "dtype": row.dtype.name(),
+        "phase": row.phase, "isa": row.isa, "threads": row.threads, "dtype": row.dtype.name(), "kv_dtype": row.kv_dtype.name(),
         "num_q_heads": row.heads.num_q_heads, "num_kv_heads": row.heads.num_kv_heads, "head_dim": row.heads.head_dim_qk,
         "mask": if row.causal { "causal" } else { "full" }, "seqlen_q": row.len.seqlen_q, "seqlen_k": row.len.seqlen_k,
         "page_size": row.page_size, "ms": row.seconds * 1e3, "gflops": row.gflops(), "kv_gbytes_per_s": row.gbytes(),

@@ -15,6 +15,7 @@ pub mod dropout;
 pub mod extras;
 pub mod plan;
 pub mod problem;
+pub mod quant;
 pub mod reference;
 pub mod run;
 pub mod scales;

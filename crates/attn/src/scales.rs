@@ -16,7 +16,7 @@ const RUN: &str = "attention run";
 /// `head` (and `page`, when paged) a token, `page` and `head` a page. Empty where the problem has no scales.
 ///
 /// Scales a tensor or a head must be finite and not negative. Scales of tokens and pages are data like K and V: `run` does not look through
-/// them, and one that is not finite reaches exactly the rows that see it.
+/// them first, and one that is negative or not finite makes NaN of exactly the rows that see it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct KvScales<'a> {
     /// Scales of keys.

@@ -91,7 +91,7 @@ mod tests {
         {
             assert_eq!(e4m3_to_f32(code), x);
         }
-        for (code, x) in [(0x01, 1.52587890625e-5), (0x3c, 1.0), (0x7b, 57344.0), (0xfc, f32::NEG_INFINITY)] {
+        for (code, x) in [(0x01, 2f32.powi(-16)), (0x3c, 1.0), (0x7b, 57344.0), (0xfc, f32::NEG_INFINITY)] {
             assert_eq!(e5m2_to_f32(code), x);
         }
         assert!(e4m3_to_f32(0xff).is_nan() && e5m2_to_f32(0x7d).is_nan() && e5m2_to_f32(0xff).is_nan());

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::ahead::{Ahead, LINE_BYTES, columns, fill_offsets};
 use super::element::{Elem, InPlace};
-use super::kv_scales::{fill, scale_weights};
+use super::kv_scales::{ask, fill, scale_weights};
 use super::scores::{change_row, drop_row};
 use super::seen::{Bits, Runs, bits_of, hide, hull};
 use super::segment;
@@ -146,7 +146,14 @@ pub(crate) unsafe fn run<V: Vector, E: Rows<V>, const N: usize>(
             block = t.block_from(base + KEY_BLOCK);
             let mut ahead;
             (ahead, next_task) = Ahead::over(t, block, &mut w);
+            let next = match block {
+                Some(base) => Some((*t, base)),
+                None => next_task.map(|task| t.other(task)).and_then(|t| Some((t, t.first_block()?))),
+            };
             for head in 0..t.unit.kv_heads {
+                if let Some((next, base)) = next.filter(|(next, _)| head < next.unit.kv_heads) {
+                    ask::<V>(&next.of_head(head), base);
+                }
                 let at = t.of_head(head);
                 let row = head * t.rows();
                 let scales = fill::<V>(&at, &w, base).runs;

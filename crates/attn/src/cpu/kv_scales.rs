@@ -11,6 +11,7 @@ use super::vector::Vector;
 use crate::plan::{KEY_BLOCK, Plan};
 use crate::run::Strides;
 use crate::scales::KvScales;
+use crate::workspace::LINE;
 
 /// A call's scales: raw starts and the strides of the grain.
 #[derive(Clone, Copy)]
@@ -32,6 +33,13 @@ impl Scales {
             v: given.v.as_ptr(),
             v_strides: crate::scales::strides_of(grain, given.v_strides),
         }
+    }
+
+    /// Where a run of keys has the scales of head `head`.
+    #[inline(always)]
+    fn of(&self, head: usize, (n, token, page): (usize, usize, usize)) -> (usize, *const f32, *const f32) {
+        let at = |s: Strides| page * s.page + token * s.token + head * s.head;
+        (n, self.k.wrapping_add(at(self.k_strides)), self.v.wrapping_add(at(self.v_strides)))
     }
 
     /// True when values have scales, too.
@@ -72,17 +80,19 @@ pub(crate) unsafe fn fill<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, base: usize)
                     splat::<V>(w.k_scales, 0.0);
                     splat::<V>(w.v_scales, 0.0);
                 }
-                let mut taint = 0.0f32;
+                let mut taint = V::splat(0.0);
                 for piece in &pieces {
                     let mut col = piece.start;
-                    while col < piece.end {
-                        let (n, k, v) = run(t, base + col..base + piece.end);
+                    for run in t.runs(base + piece.start..base + piece.end) {
+                        let (n, k, v) = scales.of(t.kv_head, run);
+                        // Keys' scales reach their own scores alone.
                         copy::<V>(k, scales.k_strides.token, n, factor, w.k_scales.add(col));
-                        taint += copy::<V>(v, scales.v_strides.token, n, 1.0, w.v_scales.add(col));
+                        let tainted = copy::<V>(v, scales.v_strides.token, n, 1.0, w.v_scales.add(col));
+                        taint = taint.add(tainted);
                         col += n;
                     }
                 }
-                return Filled { runs: runs(t, base), finite: taint == 0.0 };
+                return Filled { runs: runs(t, base), finite: taint.reduce_add() == 0.0 };
             }
         }
     }
@@ -98,14 +108,29 @@ fn runs(t: &Task<'_>, base: usize) -> u64 {
     t.pieces(base).map(runs).iter().sum()
 }
 
-/// How many of the keys `keys` have evenly strided scales, and where the first of them has its scales.
+/// Asks for the scales of the task's head in the block at `base`, a whole block before they are needed: nobody else guesses them.
+///
+/// # Safety
+/// As `Vector`.
 #[inline(always)]
-unsafe fn run(t: &Task<'_>, keys: Range<usize>) -> (usize, *const f32, *const f32) {
-    let (run, token, page) = t.place(keys);
-    let s = &t.call.scales;
-    let at = |s: Strides| page * s.page + token * s.token + t.kv_head * s.head;
-    // SAFETY: a checked key.
-    unsafe { (run, s.k.add(at(s.k_strides)), s.v.add(at(s.v_strides))) }
+pub(crate) unsafe fn ask<V: Vector>(t: &Task<'_>, base: usize) {
+    let scales = &t.call.scales;
+    if !matches!(scales.grain, ScaleGrain::Token | ScaleGrain::Page) {
+        return;
+    }
+    for run in t.pieces(base).into_iter().flat_map(|piece| t.runs(base + piece.start..base + piece.end)) {
+        let (n, k, v) = scales.of(t.kv_head, run);
+        for (p, strides) in [(k, scales.k_strides), (v, scales.v_strides)] {
+            // Heads that share a line ask for it once.
+            if strides.head >= LINE || t.kv_head == t.unit.kv_head {
+                let keys_a_line = (LINE / strides.token.max(1)).max(1);
+                for i in (0..if strides.token == 0 { 1 } else { n }).step_by(keys_a_line) {
+                    // SAFETY: a prefetch never faults.
+                    unsafe { V::prefetch_near(p.wrapping_add(i * strides.token).cast()) };
+                }
+            }
+        }
+    }
 }
 
 #[inline(always)]
@@ -116,31 +141,31 @@ unsafe fn splat<V: Vector>(to: *mut f32, x: f32) {
     }
 }
 
-/// Copies `n` floats, `step` apart, times `factor`. Returns 0 where all of them are finite, else NaN.
+/// Copies `n` scales, `step` apart, times `factor`; what is negative or not finite is no scale and becomes NaN. Returns lanes of 0 where all of them are finite, else some NaN.
 #[inline(always)]
-unsafe fn copy<V: Vector>(from: *const f32, step: usize, n: usize, factor: f32, to: *mut f32) -> f32 {
+unsafe fn copy<V: Vector>(from: *const f32, step: usize, n: usize, factor: f32, to: *mut f32) -> V {
     // SAFETY: forwarded.
     unsafe {
-        let (mut i, mut taint) = (0, 0.0);
-        if step == 1 {
-            let zero = V::splat(0.0);
-            let mut lanes = zero;
-            while i + V::LANES <= n {
-                let x = V::load(from.add(i));
-                // x * 0 is 0 for finite x and NaN otherwise.
-                lanes = x.fma(zero, lanes);
-                x.mul(V::splat(factor)).store(to.add(i));
-                i += V::LANES;
-            }
-            taint = lanes.reduce_add();
+        let (zero, mut i) = (V::splat(0.0), 0);
+        let mut taint = zero;
+        while step == 1 && i + V::LANES <= n {
+            let x = V::load(from.add(i));
+            // x * 0 is 0 for finite x and NaN otherwise.
+            let x = x.fma(zero, x);
+            let x = x.if_less(zero, V::splat(f32::NAN), x);
+            taint = x.fma(zero, taint);
+            x.mul(V::splat(factor)).store(to.add(i));
+            i += V::LANES;
         }
+        let mut rest = 0.0;
         while i < n {
             let x = *from.add(i * step);
-            taint += x * 0.0;
+            let x = if (0.0..f32::INFINITY).contains(&x) { x } else { f32::NAN };
+            rest += x * 0.0;
             *to.add(i) = x * factor;
             i += 1;
         }
-        taint
+        taint.add(V::splat(rest))
     }
 }
 

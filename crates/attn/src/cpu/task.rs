@@ -152,6 +152,29 @@ pub(crate) struct Task<'a> {
     pub queue: &'a Queue,
 }
 
+/// Runs of keys that lie one after the other: (keys, first token of its page or of the buffer, page).
+pub(crate) struct Runs<'a> {
+    ids: &'a [u32],
+    page_size: usize,
+    slot: usize,
+    left: usize,
+}
+
+impl Iterator for Runs<'_> {
+    type Item = (usize, usize, usize);
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.left == 0 {
+            return None;
+        }
+        let (id, rest) = self.ids.split_first().unwrap_or((&0, &[]));
+        let run = ((self.page_size - self.slot).min(self.left), self.slot, *id as usize);
+        (self.ids, self.slot, self.left) = (rest, 0, self.left - run.0);
+        Some(run)
+    }
+}
+
 /// The parts of a thread's slot.
 pub(crate) struct Scratch<'s> {
     pub q: *mut f32,
@@ -408,15 +431,15 @@ impl<'a> Task<'a> {
         }
     }
 
-    /// How many of the keys `keys` stand side by side, the first one's token within its page (or the buffer), and its page.
-    pub fn place(&self, keys: Range<usize>) -> (usize, usize, usize) {
+    /// The runs of neighbours in memory that make up the keys `keys`.
+    pub fn runs(&self, keys: Range<usize>) -> Runs<'a> {
         let (c, seq) = (self.call, self.unit.seq as usize);
         let Some(page_size) = c.page_size else {
-            return (keys.len(), c.plan.seqs[seq].k_start + keys.start, 0);
+            let slot = c.plan.seqs[seq].k_start + keys.start;
+            return Runs { ids: &[], page_size: usize::MAX, slot, left: keys.len() };
         };
-        let (page, slot) = (keys.start / page_size, keys.start % page_size);
-        let id = c.page_table[seq * c.page_table_stride + page] as usize;
-        ((page_size - slot).min(keys.len()), slot, id)
+        let ids = &c.page_table[seq * c.page_table_stride + keys.start / page_size..];
+        Runs { ids, page_size, slot: keys.start % page_size, left: keys.len() }
     }
 
     /// Element offsets of the K and V rows of keys `keys`, in order.

@@ -405,7 +405,7 @@ pub fn judge(c: &Case, data: &Data, got: &Outcome) {
     let (q64, k64, v64) = (wide(&data.q), wide(&data.k), wide(&data.v));
     let (mut q0, mut k0) = (0, 0);
     let beside = Beside::of(c);
-    let (mut ours, mut plain, mut top) = (0.0f64, 0.0f64, 0.0f64);
+    let mut out = Worst::default();
     let mut scores = 0.0f64;
     let (mut lse_ours, mut lse_plain, mut lse_top) = (0.0f64, 0.0f64, 1.0f64);
     for (seq, len) in c.seqs.iter().enumerate() {
@@ -436,19 +436,8 @@ pub fn judge(c: &Case, data: &Data, got: &Outcome) {
                 );
                 scores = scores.max(f64::from(score));
                 let at = ((q0 + i) * h.num_q_heads + head) * h.head_dim_v;
-                for x in 0..h.head_dim_v {
-                    let (g, r) = (got.out[at + x], o64[x]);
-                    assert_eq!(
-                        g.is_finite(),
-                        r.is_finite(),
-                        "row {i} head {head} dim {x}: {g} for {r}: {c:?}"
-                    );
-                    if r.is_finite() {
-                        ours = ours.max((f64::from(g) - r).abs());
-                        plain = plain.max((f64::from(on_grid(o32[x], c.q_dtype)) - r).abs());
-                        top = top.max(r.abs());
-                    }
-                }
+                let row = &got.out[at..at + h.head_dim_v];
+                out.see(row, &o64, &o32, c.q_dtype, || format!("row {i} head {head}: {c:?}"));
                 let l = got.lse[head * c.total_q() + q0 + i];
                 assert_eq!(
                     l.is_finite(),
@@ -467,10 +456,45 @@ pub fn judge(c: &Case, data: &Data, got: &Outcome) {
         (q0, k0) = (q0 + len.seqlen_q, k0 + len.seqlen_k);
     }
     let bent = if bends(&c.scores) { 2f64.powi(-24) * scores } else { 0.0 };
-    let bound = 2.0 * plain + (unit(c.q_dtype) + bent) * top;
-    assert!(ours <= bound, "out error {ours:.3e} > {bound:.3e} (plain {plain:.3e}): {c:?}");
-    let bound = 2.0 * lse_plain + unit(DType::F32) * lse_top;
+    out.judge(unit(c.q_dtype) + bent, "out", c);
+    let bound = 2.0 * lse_plain + unit(DType::F32) * lse_top + bent;
     assert!(lse_ours <= bound, "lse error {lse_ours:.3e} > {bound:.3e} (plain {lse_plain:.3e}): {c:?}");
+}
+
+/// The largest errors of a result and of plain attention, and its largest number.
+#[derive(Clone, Copy, Default)]
+pub struct Worst {
+    ours: f64,
+    plain: f64,
+    top: f64,
+}
+
+impl Worst {
+    /// Looks at a run of numbers: got, exact, and plain attention's, which are rounded to `dtype`.
+    pub fn see(
+        &mut self,
+        got: &[f32],
+        exact: &[f64],
+        plain: &[f32],
+        dtype: DType,
+        what: impl Fn() -> String,
+    ) {
+        for (at, (&g, &r)) in got.iter().zip(exact).enumerate() {
+            assert_eq!(g.is_finite(), r.is_finite(), "at {at}: {g} for {r}: {}", what());
+            if r.is_finite() {
+                self.ours = self.ours.max((f64::from(g) - r).abs());
+                self.plain = self.plain.max((f64::from(on_grid(plain[at], dtype)) - r).abs());
+                self.top = self.top.max(r.abs());
+            }
+        }
+    }
+
+    /// The rule.
+    pub fn judge(&self, rounding: f64, name: &str, c: &Case) {
+        let bound = 2.0 * self.plain + rounding * self.top;
+        let Worst { ours, plain, .. } = self;
+        assert!(*ours <= bound, "{name} error {ours:.3e} > {bound:.3e} (plain {plain:.3e}): {c:?}");
+    }
 }
 
 /// All rows of a short sequence, edges and a spread of a long one.
