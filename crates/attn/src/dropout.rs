@@ -15,8 +15,10 @@ const WEYL: (u32, u32) = (0x9E37_79B9, 0xBB67_AE85);
 #[derive(Clone, Copy, Debug)]
 pub struct Dropout {
     key: DropoutKey,
-    /// Numbers below it are dropped; 2^32 drops all.
-    threshold: u64,
+    /// Weights whose number is below it are dropped.
+    below: u32,
+    /// All weights are dropped, whatever their numbers.
+    all: bool,
     /// Factor of the weights that stay: 1 / (1 - probability).
     factor: f32,
 }
@@ -26,7 +28,8 @@ impl Dropout {
     pub fn new(p: f32, key: DropoutKey) -> Dropout {
         let p = f64::from(p);
         let factor = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
-        Dropout { key, threshold: (p * 2f64.powi(32)).round() as u64, factor: factor as f32 }
+        let below = (p * 2f64.powi(32)).round();
+        Dropout { key, below: below as u32, all: below >= 2f64.powi(32), factor: factor as f32 }
     }
 
     /// The factor of weights that stay.
@@ -39,33 +42,38 @@ impl Dropout {
     pub fn factor(&self, seq: usize, head: usize, row: usize, key: usize) -> f32 {
         let key = self.key.first_key + key as u32;
         let number = self.numbers::<1>(seq, head, row, key / 4)[(key % 4) as usize][0];
-        if u64::from(number) < self.threshold { 0.0 } else { self.factor }
+        if number < self.below || self.all { 0.0 } else { self.factor }
     }
 
     /// Numbers of `L` groups of four keys from group `group` on: `[key % 4][group]`.
     #[inline(always)]
     fn numbers<const L: usize>(&self, seq: usize, head: usize, row: usize, group: u32) -> [[u32; L]; 4] {
-        let mut c = [[0u32; L]; 4];
-        for (i, first) in c[0].iter_mut().enumerate() {
-            *first = group.wrapping_add(i as u32);
-        }
-        c[1] = [self.key.first_row + row as u32; L];
-        c[2] = [self.key.first_head + head as u32; L];
-        c[3] = [self.key.first_seq + seq as u32; L];
         // 64-bit lanes: what a processor multiplies whole.
-        let mut c = c.map(|x| x.map(u64::from));
+        let (mut a, mut c) = ([0u64; L], [u64::from(self.key.first_head + head as u32); L]);
+        let mut b = [u64::from(self.key.first_row + row as u32); L];
+        let mut d = [u64::from(self.key.first_seq + seq as u32); L];
+        for i in 0..L {
+            a[i] = u64::from(group.wrapping_add(i as u32));
+        }
         let (mut k0, mut k1) = (self.key.seed as u32, (self.key.seed >> 32) as u32);
         for _ in 0..ROUNDS {
             for i in 0..L {
-                let a = (c[0][i] & LOW) * MULTIPLIERS.0;
-                let b = (c[2][i] & LOW) * MULTIPLIERS.1;
-                (c[0][i], c[2][i]) =
-                    ((b >> 32) ^ c[1][i] ^ u64::from(k0), (a >> 32) ^ c[3][i] ^ u64::from(k1));
-                (c[1][i], c[3][i]) = (b & LOW, a & LOW);
+                let (x, y) = ((a[i] & LOW) * MULTIPLIERS.0, (c[i] & LOW) * MULTIPLIERS.1);
+                a[i] = (y >> 32) ^ b[i] ^ u64::from(k0);
+                c[i] = (x >> 32) ^ d[i] ^ u64::from(k1);
+                b[i] = y & LOW;
+                d[i] = x & LOW;
             }
             (k0, k1) = (k0.wrapping_add(WEYL.0), k1.wrapping_add(WEYL.1));
         }
-        c.map(|x| x.map(|x| x as u32))
+        let mut numbers = [[0u32; L]; 4];
+        for i in 0..L {
+            numbers[0][i] = a[i] as u32;
+            numbers[1][i] = b[i] as u32;
+            numbers[2][i] = c[i] as u32;
+            numbers[3][i] = d[i] as u32;
+        }
+        numbers
     }
 
     /// Multiplies the weights of a row's keys `first .. first + weights.len()` by their factors.
@@ -77,12 +85,17 @@ impl Dropout {
         while at < weights.len() {
             let key = first + at as u32;
             let numbers = self.numbers::<GROUPS>(seq, head, row, key / 4);
+            // In the order of keys, so that whole vectors of weights meet their numbers.
+            let mut ordered = [0u32; 4 * GROUPS];
+            for (group, four) in ordered.chunks_exact_mut(4).enumerate() {
+                for (number, of) in four.iter_mut().zip(&numbers) {
+                    *number = of[group];
+                }
+            }
             let skip = (key % 4) as usize;
             let count = (4 * GROUPS - skip).min(weights.len() - at);
-            for (i, w) in weights[at..at + count].iter_mut().enumerate() {
-                let i = skip + i;
-                let dropped = u64::from(numbers[i % 4][i / 4]) < self.threshold;
-                *w = if dropped { 0.0 } else { *w * self.factor };
+            for (w, &number) in weights[at..at + count].iter_mut().zip(&ordered[skip..]) {
+                *w = if number < self.below || self.all { 0.0 } else { *w * self.factor };
             }
             at += count;
         }
