@@ -2,7 +2,7 @@
 
 mod common;
 use common::backward::*;
-use common::random::case;
+use common::random::{case, config};
 use common::*;
 use proptest::prelude::*;
 use std::num::NonZeroUsize;
@@ -442,7 +442,7 @@ fn plans_that_cannot_be_kept_are_refused_by_name() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(config(60))]
     #[test]
     fn random_problems_agree_with_the_oracle(c in case((90, 500)), isa in 0usize..4, threads in 1usize..4, with_lse: bool) {
         // The backward knows contiguous f32 and bf16.
