@@ -7,16 +7,18 @@
 //! The prefix is read once a tile of queries instead of once a request (cascade inference, FlashInfer; Hydragen, arXiv 2402.05099). Exact:
 //! both parts carry (o, lse) in f32. Deliberately only masks under which every query sees the whole prefix.
 
-use half::{bf16, f16};
+use rayon::prelude::*;
 use suanpan_base::error::checked_product;
-use suanpan_base::{BadArgument, Buf, BufMut, DType, Mask, SeqLen, lse};
+use suanpan_base::lse::merge_into;
+use suanpan_base::{BadArgument, Buf, BufMut, DType, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
 
 use crate::cpu::detect::Machine;
+use crate::cpu::task::Dst;
 use crate::extras::Extras;
 use crate::plan::{Limits, Plan};
 use crate::problem::{KvLayout, Problem};
-use crate::run::{Args, Strides, on_workers, run};
+use crate::run::{Args, Strides, run};
 use crate::scales::KvScales;
 use crate::workspace::Workspace;
 
@@ -130,7 +132,7 @@ impl CascadePlan {
         Ok(CascadePlan { problem: *problem, prefix, suffix })
     }
 
-    /// Lays out a call: `prefix_len` shared keys, and each request's queries and own keys. A refusal keeps the old schedule of neither part.
+    /// Lays out a call: `prefix_len` shared keys, and each request's queries and own keys. A refusal keeps the old schedule.
     pub fn schedule(&mut self, prefix_len: usize, seqs: &[SeqLen]) -> Result<(), BadArgument> {
         if let Some((i, len)) = seqs.iter().enumerate().find(|(_, len)| len.prefix_len > 0) {
             return Err(refuse(
@@ -140,8 +142,10 @@ impl CascadePlan {
             ));
         }
         let total_q = seqs.iter().fold(0usize, |sum, s| sum.saturating_add(s.seqlen_q));
+        let whole = [SeqLen::new(total_q, prefix_len)];
+        self.prefix.limits.check_lengths(OP, &whole)?;
         self.suffix.schedule(seqs)?;
-        self.prefix.schedule(&[SeqLen::new(total_q, prefix_len)])
+        self.prefix.schedule(&whole)
     }
 
     /// What the ledger expects: of the prefix, and of each suffix.
@@ -263,74 +267,43 @@ fn check(plan: &CascadePlan, args: &CascadeArgs<'_>, ws: &CascadeWorkspace) -> R
 fn widen(args: &CascadeArgs<'_>, tokens: usize, (heads, d): (usize, usize), to: &mut [f32]) {
     for (row, to) in to.chunks_exact_mut(d).take(tokens * heads).enumerate() {
         let at = row / heads * args.q_strides.0 + row % heads * args.q_strides.1;
-        match args.q {
-            Buf::F32(x) => to.copy_from_slice(&x[at..at + d]),
-            Buf::Bf16(x) => to.iter_mut().zip(&x[at..at + d]).for_each(|(t, x)| *t = x.to_f32()),
-            Buf::F16(x) => to.iter_mut().zip(&x[at..at + d]).for_each(|(t, x)| *t = x.to_f32()),
-            _ => unreachable!("queries of this type were refused"),
-        }
+        to.iter_mut().enumerate().for_each(|(i, to)| *to = args.q.get(at + i));
     }
 }
 
-/// An output as it is written by several threads, each its own rows.
-#[derive(Clone, Copy)]
-struct Out<'a> {
-    start: OutStart,
+/// Outputs as they are written by several threads, each its own rows.
+struct Outputs {
+    out: Dst,
     strides: (usize, usize),
     lse: Option<*mut f32>,
-    rows: std::marker::PhantomData<&'a mut [f32]>,
 }
 
-#[derive(Clone, Copy)]
-enum OutStart {
-    F32(*mut f32),
-    Bf16(*mut bf16),
-    F16(*mut f16),
-}
+// SAFETY: `merge` hands every row to one thread, and `check` found rows apart.
+unsafe impl Sync for Outputs {}
 
-// SAFETY: `merge` hands every row to one worker, and `check` found rows apart.
-unsafe impl Sync for Out<'_> {}
-// SAFETY: as above.
-unsafe impl Send for Out<'_> {}
-
-/// The prefix's state and the suffix's state of every row become its result.
-fn merge(plan: &CascadePlan, args: CascadeArgs<'_>, out: &[Vec<f32>; 2], lse: &[Vec<f32>; 2]) {
+/// The prefix's state and the suffix's state of every row become its result; the first one's memory is merged into.
+fn merge(plan: &CascadePlan, args: CascadeArgs<'_>, out: &mut [Vec<f32>; 2], lse: &[Vec<f32>; 2]) {
     let (h, total_q) = (plan.problem.heads, plan.suffix.total_q);
-    let to = Out {
-        start: match args.out {
-            BufMut::F32(x) => OutStart::F32(x.as_mut_ptr()),
-            BufMut::Bf16(x) => OutStart::Bf16(x.as_mut_ptr()),
-            BufMut::F16(x) => OutStart::F16(x.as_mut_ptr()),
-        },
+    let width = h.num_q_heads * h.head_dim_v;
+    let to = Outputs {
+        out: Dst::of(args.out),
         strides: args.out_strides,
         lse: args.lse.map(|lse| lse.as_mut_ptr()),
-        rows: std::marker::PhantomData,
     };
-    let workers = plan.suffix.machine.threads().min(total_q.max(1));
-    on_workers(workers, |worker| {
+    let [prefix, suffix] = out;
+    let tokens = prefix.par_chunks_exact_mut(width).zip(suffix.par_chunks_exact(width)).take(total_q);
+    tokens.enumerate().for_each(|(token, (prefix, suffix))| {
         let to = &to;
-        for token in (worker * total_q / workers)..((worker + 1) * total_q / workers) {
-            for head in 0..h.num_q_heads {
-                let row = token * h.num_q_heads + head;
-                let part = |i: usize| &out[i][row * h.head_dim_v..(row + 1) * h.head_dim_v];
-                let of = |i: usize| lse[i][head * total_q + token];
-                let (merged, a, b) = lse::merge_weights(of(0), of(1));
-                // A weight of 0 lets no byte of its side through.
-                let weighted = |w: f32, x: f32| if w == 0.0 { 0.0 } else { w * x };
-                let values = part(0).iter().zip(part(1)).map(|(x, y)| weighted(a, *x) + weighted(b, *y));
-                let at = token * to.strides.0 + head * to.strides.1;
-                // SAFETY: `check` bounded every row of out and lse; this row is this worker's own.
-                unsafe {
-                    for (i, x) in values.enumerate() {
-                        match to.start {
-                            OutStart::F32(p) => *p.add(at + i) = x,
-                            OutStart::Bf16(p) => *p.add(at + i) = bf16::from_f32(x),
-                            OutStart::F16(p) => *p.add(at + i) = f16::from_f32(x),
-                        }
-                    }
-                    if let Some(p) = to.lse {
-                        *p.add(head * total_q + token) = merged;
-                    }
+        let rows = prefix.chunks_exact_mut(h.head_dim_v).zip(suffix.chunks_exact(h.head_dim_v));
+        for (head, (o, other)) in rows.enumerate() {
+            let place = head * total_q + token;
+            let mut merged = lse[0][place];
+            merge_into(o, &mut merged, other, lse[1][place]);
+            // SAFETY: `check` bounded every row of out and lse; this row is this thread's own.
+            unsafe {
+                to.out.write(token * to.strides.0 + head * to.strides.1, o.iter().copied());
+                if let Some(lse) = to.lse {
+                    *lse.add(place) = merged;
                 }
             }
         }

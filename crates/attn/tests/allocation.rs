@@ -1,31 +1,13 @@
 //! A scheduled run allocates nothing, whatever the lengths within the limits.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
+#[path = "common/counting.rs"]
+mod counting;
+use std::sync::atomic::Ordering;
 
+use counting::ALLOCATIONS;
 use suanpan_attn::{Args, Extras, KvScales, Limits, Machine, Plan, Problem, Strides, Workspace, run};
 use suanpan_base::{Buf, BufMut, HeadShape, Mask, SeqLen};
 use suanpan_ledger::AttnBooks;
-
-struct Counting;
-
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: forwards to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: forwarded.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        // SAFETY: forwarded.
-        unsafe { System.dealloc(p, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
 
 #[test]
 fn scheduling_and_running_allocate_nothing() {

@@ -1,34 +1,16 @@
 //! A scheduled backward run allocates nothing, whatever the lengths within the limits.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
+#[path = "common/counting.rs"]
+mod counting;
+use std::sync::atomic::Ordering;
 
+use counting::ALLOCATIONS;
 use half::bf16;
 use suanpan_attn::{
     BackwardArgs, BackwardPlan, BackwardWorkspace, Extras, Limits, Machine, Problem, run_backward,
 };
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::BackwardBooks;
-
-struct Counting;
-
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: forwards to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: forwarded.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        // SAFETY: forwarded.
-        unsafe { System.dealloc(p, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
 
 #[test]
 fn scheduling_and_running_a_backward_allocate_nothing() {

@@ -134,9 +134,13 @@ fn what_hides_a_part_of_the_prefix_is_refused_by_name() {
         assert_eq!(refused(Problem { scores, ..problem }).as_deref(), Some(field));
     }
     let mut plan = CascadePlan::new(&problem, &machine(1), limits, 9).unwrap();
+    plan.schedule(5, &[SeqLen::new(2, 3)]).unwrap();
+    let before = (plan.parts().0.to_string(), plan.parts().1.to_string());
     assert_eq!(plan.schedule(10, &[SeqLen::new(1, 1)]).unwrap_err().field, "seqs[0].seqlen_k");
+    assert_eq!(plan.schedule(5, &[SeqLen::new(1, 10)]).unwrap_err().field, "seqs[0].seqlen_k");
     assert_eq!(
         plan.schedule(9, &[SeqLen::new(1, 1).with_prefix(1)]).unwrap_err().field,
         "seqs[0].prefix_len"
     );
+    assert_eq!((plan.parts().0.to_string(), plan.parts().1.to_string()), before);
 }

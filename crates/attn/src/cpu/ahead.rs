@@ -71,20 +71,13 @@ pub(crate) struct Ahead {
 }
 
 impl Ahead {
-    /// The walk over block `next` of task `t` or, where it has none, over the first block of the task that it takes from the queue, which it
-    /// returns. Fills in `k_next` and `v_next`.
+    /// The walk over block `next` of a task; over nothing where there is none. Fills in `k_next` and `v_next`.
     #[inline(always)]
-    pub fn over(t: &Task<'_>, next: Option<usize>, w: &mut Scratch<'_>) -> (Ahead, Option<usize>) {
-        if let Some(next) = next {
-            return (Ahead::new(t, next, w), None);
-        }
-        let task = t.queue.take();
-        let other = task.map(|task| t.other(task));
-        let ahead = match other.and_then(|other| Some((other, other.first_block()?))) {
-            Some((other, first)) => Ahead::new(&other, first, w),
+    pub fn over(t: &Task<'_>, next: Option<(Task<'_>, usize)>, w: &mut Scratch<'_>) -> Ahead {
+        match next {
+            Some((task, base)) => Ahead::new(&task, base, w),
             None => Ahead { end: 0, ..Ahead::new(t, t.unit.key_end, w) },
-        };
-        (ahead, task)
+        }
     }
 
     #[inline(always)]

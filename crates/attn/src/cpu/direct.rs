@@ -144,12 +144,9 @@ pub(crate) unsafe fn run<V: Vector, E: Rows<V>, const N: usize>(
         }
         while let Some(base) = block {
             block = t.block_from(base + KEY_BLOCK);
-            let mut ahead;
-            (ahead, next_task) = Ahead::over(t, block, &mut w);
-            let next = match block {
-                Some(base) => Some((*t, base)),
-                None => next_task.map(|task| t.other(task)).and_then(|t| Some((t, t.first_block()?))),
-            };
+            let next;
+            (next_task, next) = t.after(block);
+            let mut ahead = Ahead::over(t, next, &mut w);
             for head in 0..t.unit.kv_heads {
                 if let Some((next, base)) = next.filter(|(next, _)| head < next.unit.kv_heads) {
                     ask::<V>(&next.of_head(head), base);

@@ -8,6 +8,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 pub(crate) mod backward;
+mod buffer;
 pub mod detect;
 mod direct;
 mod element;

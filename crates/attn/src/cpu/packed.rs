@@ -48,8 +48,9 @@ pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Op
         }
         while let Some(base) = block {
             block = t.block_from(base + KEY_BLOCK);
-            let mut ahead;
-            (ahead, next_task) = Ahead::over(t, block, &mut w);
+            let next;
+            (next_task, next) = t.after(block);
+            let mut ahead = Ahead::over(t, next, &mut w);
             if look_up(t, &mut w, base) {
                 let scales = fill::<V>(t, &w, base);
                 counts.scales += scales.runs;
@@ -233,9 +234,13 @@ unsafe fn score_tile<V: Vector, const M: usize>(
             q = q.add(TILE_ROWS);
             k = k.add(k_stride);
         }
+        let mut scale = [V::splat(0.0); M];
+        for m in 0..M {
+            scale[m] = V::load(scales.add(m * V::LANES));
+        }
         for r in 0..TILE_ROWS {
             for m in 0..M {
-                acc[r][m].mul(V::load(scales.add(m * V::LANES))).store(s.add(r * KEY_BLOCK + m * V::LANES));
+                acc[r][m].mul(scale[m]).store(s.add(r * KEY_BLOCK + m * V::LANES));
             }
         }
     }

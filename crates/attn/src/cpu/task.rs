@@ -3,10 +3,9 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-use half::{bf16, f16};
-use suanpan_base::{Buf, BufMut, HeadShape, Mask, Seen, lse};
+use suanpan_base::{HeadShape, Mask, Seen, lse};
 
-use super::element::{E4m3, E5m2, Int4Pair};
+pub(crate) use super::buffer::{Dst, Src};
 use super::kv_scales::Scales;
 use super::seen::{Bits, Sight};
 use crate::dropout::Dropout;
@@ -16,53 +15,6 @@ use crate::problem::KvLayout;
 use crate::run::{Args, Strides};
 use crate::workspace::TILE_ROWS;
 use crate::workspace::{SlotLayout, Workspace, padded};
-
-/// The start of a buffer of one of the element types.
-#[derive(Clone, Copy)]
-pub(crate) enum Src {
-    F32(*const f32),
-    Bf16(*const bf16),
-    F16(*const f16),
-    E4m3(*const E4m3),
-    E5m2(*const E5m2),
-    I8(*const i8),
-    I4(*const Int4Pair),
-}
-
-/// The same, to be written.
-#[derive(Clone, Copy)]
-pub(crate) enum Dst {
-    F32(*mut f32),
-    Bf16(*mut bf16),
-    F16(*mut f16),
-}
-
-impl Src {
-    pub fn of(buf: Buf<'_>) -> Src {
-        match buf {
-            Buf::F32(x) => Src::F32(x.as_ptr()),
-            Buf::Bf16(x) => Src::Bf16(x.as_ptr()),
-            Buf::F16(x) => Src::F16(x.as_ptr()),
-            Buf::E4m3(x) => Src::E4m3(x.as_ptr().cast()),
-            Buf::E5m2(x) => Src::E5m2(x.as_ptr().cast()),
-            Buf::I8(x) => Src::I8(x.as_ptr()),
-            Buf::I4(x) => Src::I4(x.as_ptr().cast()),
-        }
-    }
-
-    /// The start as bytes.
-    pub fn start(self) -> *const u8 {
-        match self {
-            Src::F32(p) => p.cast(),
-            Src::Bf16(p) => p.cast(),
-            Src::F16(p) => p.cast(),
-            Src::E4m3(p) => p.cast(),
-            Src::E5m2(p) => p.cast(),
-            Src::I8(p) => p.cast(),
-            Src::I4(p) => p.cast(),
-        }
-    }
-}
 
 /// A checked call: raw starts, strides and counters shared by all tasks.
 pub(crate) struct Call<'a> {
@@ -271,11 +223,7 @@ impl<'a> Call<'a> {
             },
             page_table: args.page_table,
             page_table_stride: args.page_table_stride,
-            out: match args.out {
-                BufMut::F32(x) => Dst::F32(x.as_mut_ptr()),
-                BufMut::Bf16(x) => Dst::Bf16(x.as_mut_ptr()),
-                BufMut::F16(x) => Dst::F16(x.as_mut_ptr()),
-            },
+            out: Dst::of(args.out),
             out_strides: args.out_strides,
             lse: args.lse.map(|x| x.as_mut_ptr()),
             max_scores: args.max_scores.map(shared_maxima),
@@ -325,6 +273,18 @@ impl<'a> Task<'a> {
     pub fn other(&self, task: usize) -> Task<'a> {
         let unit = &self.call.plan.units[task];
         Task { unit, kv_head: unit.kv_head, ..*self }
+    }
+
+    /// The block that this thread looks at after one of this task: the task's own block `next` or, where it has none, the first block of the
+    /// task that is taken from the queue, which stands first.
+    #[inline(always)]
+    pub fn after(&self, next: Option<usize>) -> (Option<usize>, Option<(Task<'a>, usize)>) {
+        if let Some(base) = next {
+            return (None, Some((*self, base)));
+        }
+        let task = self.queue.take();
+        let other = task.map(|task| self.other(task));
+        (task, other.and_then(|other| Some((other, other.first_block()?))))
     }
 
     /// Elements from one kv head to the next of K and of V.
@@ -538,23 +498,7 @@ impl<'a> Task<'a> {
         let weighted = |x: f32| if weight == 0.0 { 0.0 } else { x * weight + 0.0 };
         // SAFETY: `check` bounded every (token, head) row of out and lse, and no two rows overlap.
         unsafe {
-            match self.call.out {
-                Dst::F32(p) => {
-                    for (i, &x) in o.iter().enumerate() {
-                        *p.add(at + i) = weighted(x);
-                    }
-                }
-                Dst::Bf16(p) => {
-                    for (i, &x) in o.iter().enumerate() {
-                        *p.add(at + i) = bf16::from_f32(weighted(x));
-                    }
-                }
-                Dst::F16(p) => {
-                    for (i, &x) in o.iter().enumerate() {
-                        *p.add(at + i) = f16::from_f32(weighted(x));
-                    }
-                }
-            }
+            self.call.out.write(at, o.iter().map(|&x| weighted(x)));
             if let Some(p) = self.call.lse {
                 *p.add(head * self.call.plan.total_q + token) = lse;
             }

@@ -57,12 +57,7 @@ impl Source {
 
 impl Sink {
     fn new(buf: BufMut<'_>, (token, head): (usize, usize)) -> Sink {
-        let dst = match buf {
-            BufMut::F32(x) => Dst::F32(x.as_mut_ptr()),
-            BufMut::Bf16(x) => Dst::Bf16(x.as_mut_ptr()),
-            BufMut::F16(x) => Dst::F16(x.as_mut_ptr()),
-        };
-        Sink { dst, token, head }
+        Sink { dst: Dst::of(buf), token, head }
     }
 
     /// Fills a row with zeros.
