@@ -115,12 +115,23 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
     }
   };
 
+  if (threadIdx.x == 0) {
+    mbar_init(bar(0), 1);
+    mbar_init(bar(1), 1);
+    mbar_init_fence();
+  }
+  __syncwarp();
+  cluster_arrive();
+  if (kHoldQ) fetch_q(b);
+
   // ---- loading: halves of tiles, K and V in turn -----------------------------------------------------------------------------
   const uint32_t ring = base + L::kRing + warp * R * kSlot;
   const int lane_row = lane / kLanesOfRow, lane_piece = lane % kLanesOfRow;
   const uint32_t lane_dst = ring + lane_row * Tile::kRow, lane_place = lane_piece ^ Tile::place(lane_row);
-  const long long more = kRowsAtOnce * p.token_stride, lane_src = h * p.head_stride + lane_row * p.token_stride + lane_piece * 16;
-  const char *const k_src = p.k + lane_src, *const v_src = p.v + lane_src;
+  const long long lane_src = h * p.head_stride + lane_row * p.token_stride + lane_piece * 16;
+  long long more = kRowsAtOnce * p.token_stride;
+  const char *k_src = p.k + lane_src, *v_src = p.v + lane_src;
+  asm volatile("" : "+l"(more), "+l"(k_src), "+l"(v_src));  // held, not worked out again for every half
   const auto load_half = [&](uint32_t slot_at) {
     while (in_tile >= in_end && in_b < p.batch) {  // the next sequence of which this warp has tiles
       in_start += tiles_of(in_len);
@@ -153,11 +164,11 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         const auto dst_of = [&](int i) { return dst + i * kRowsAtOnce * Tile::kRow + ((lane_place ^ Tile::place(i * kRowsAtOnce)) * 16); };
         if (16 * m + 16 <= keys) {
 #pragma unroll
-          for (int i = 0; i < 16 / kRowsAtOnce; ++i) copy_16(dst_of(i), src + i * more);
+          for (int i = 0; i < 16 / kRowsAtOnce; ++i, src += more) copy_16(dst_of(i), src);
         } else {
 #pragma unroll
-          for (int i = 0; i < 16 / kRowsAtOnce; ++i)  // rows past the keys read nothing, wherever this points
-            copy_16(dst_of(i), src + i * more, 16 * m + i * kRowsAtOnce + lane_row < keys ? 16 : 0);
+          for (int i = 0; i < 16 / kRowsAtOnce; ++i, src += more)  // rows past the keys read nothing, wherever this points
+            copy_16(dst_of(i), src, 16 * m + i * kRowsAtOnce + lane_row < keys ? 16 : 0);
         }
       }
       if (KV != kBf16) {
@@ -309,19 +320,9 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
       int tile = hidden + from + offset;
       float s[MT][NT][4];
       int n = -lead;
+      lead = 0;
 #pragma unroll 1
       for (;; ++n) {  // halves: K and V of a tile in turn; before the first sequence loads alone
-        if (lead && n == 2 - R) {  // once, behind the first loads
-          lead = 0;
-          if (threadIdx.x == 0) {
-            mbar_init(bar(0), 1);
-            mbar_init(bar(1), 1);
-            mbar_init_fence();
-          }
-          __syncwarp();
-          cluster_arrive();
-          if (kHoldQ) fetch_q(b);
-        }
         if (n == 0) {
           if (!kHoldQ || q_b != b) fetch_q(b);
           const int thread = here(threadIdx.x);
@@ -330,8 +331,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
             const int n = thread + i * W * 32;
             if (n < kQPieces) *(uint4*)(smem + L::kQ + n / (D / 8) * kQPitch + n % (D / 8) * 16) = q_order<KV>(q_held[i]);
           }
-          if (merged == 0) cluster_wait();  // the first time: every block of the cluster has begun
-          __syncthreads();                  // q is there, and the sums of the sequence before have been read
+          __syncthreads();  // q is there, and the sums of the sequence before have been read
           if (kHoldQ && b + 1 < p.batch) fetch_q(b + 1);
         }
         if (n >= 0) {
@@ -486,10 +486,11 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         }
       }
     }
+    if (merged == 0) cluster_wait();  // every block of the cluster has begun
     __syncthreads();
     const int buffer = merged & 1;
     if (threadIdx.x == 0) mbar_expect(bar(buffer), ranks * (slice * 4 + ((rank * slice + slice - 1) / D - slice_row + 1) * 8));
-#pragma unroll 1
+#pragma unroll(NT)
     for (int e = thread; e < rows * D / 4; e += W * 32) {
       const int row = e / (D / 4), d = 4 * e % D, dest = (((4 * e << ranks_log2) / D) * rows_inverse) >> 16, at = 4 * e - dest * slice;
       const float2* sums = warp_sums + row;
@@ -539,7 +540,6 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   }
   if (merged > 0) return;
   // Nothing to do but what the others of the cluster count on.
-  if (lead) cluster_arrive();
   cluster_wait();
 }
 

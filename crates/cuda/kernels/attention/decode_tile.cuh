@@ -15,6 +15,7 @@ constexpr int kv_bits(int kv) { return kv == kBf16 ? 16 : kv == kInt4 ? 4 : 8; }
 template <int D, int KV> struct KvTile {
   static constexpr int kRow = D * kv_bits(KV) / 8;  // bytes of one key
   static constexpr int kPieces = kRow / 16;         // 16-byte pieces of one key
+  static constexpr uint32_t kTurn = KV == kInt4 ? 0x88888888u : 0u;  // turns the signs of two's complement nibbles
   // Where piece `piece` of key `row` lies among its row's pieces: spreads a column of pieces over the banks.
   static __device__ __forceinline__ int place(int row) {
     if constexpr (KV == kBf16) return row & 7;
@@ -52,7 +53,7 @@ template <int HALF> __device__ __forceinline__ uint32_t e4m3_pair(uint32_t x) {
 __device__ __forceinline__ uint32_t int8_pair(uint32_t x) {
   return sub_bf16(and_or(x, 0x007f007fu, 0x43004300u), and_or(x, 0x00800080u, 0x43004300u));
 }
-// Nibbles N and N + 4 of x, less 8.
+// Nibbles N and N + 4 of x, in two's complement with the sign turned (0 to 15), less 8.
 template <int N> __device__ __forceinline__ uint32_t int4_pair(uint32_t x) {
   return sub_bf16(and_or(x >> 4 * N, 0x000f000fu, 0x43004300u), 0x43084308u);
 }
@@ -132,14 +133,14 @@ __device__ __forceinline__ void scores(float (&s)[MT][NT][4], uint32_t k, uint32
           const int row = 16 * m + g + 8 * e;
           if constexpr (kVec == 4) {
             const uint4 x = load_shared_16(k + T::at(row, 4 * j + c));
-            w[e][0] = x.x;
-            w[e][1] = x.y;
-            w[e][2] = x.z;
-            w[e][3] = x.w;
+            w[e][0] = x.x ^ T::kTurn;
+            w[e][1] = x.y ^ T::kTurn;
+            w[e][2] = x.z ^ T::kTurn;
+            w[e][3] = x.w ^ T::kTurn;
           } else {
             const uint2 x = load_shared_8(k + T::at(row, c / 2) + c % 2 * 8);
-            w[e][0] = x.x;
-            w[e][1] = x.y;
+            w[e][0] = x.x ^ T::kTurn;
+            w[e][1] = x.y ^ T::kTurn;
           }
         }
 #pragma unroll
@@ -217,8 +218,8 @@ __device__ __forceinline__ void mix(float (&o)[D / 16][NT][4], uint32_t v, const
           const int word = kVec * j + i;  // of this lane's D / 8 elements
           if constexpr (KV == kInt4) {
             // The low halves of two keys' words: nibble N beside nibble N.
-            const uint32_t x[2] = {__byte_perm(w[0][i], w[1][i], 0x5410), __byte_perm(w[2][i], w[3][i], 0x5410)};
-            const uint32_t y[2] = {__byte_perm(w[0][i], w[1][i], 0x7632), __byte_perm(w[2][i], w[3][i], 0x7632)};
+            const uint32_t x[2] = {__byte_perm(w[0][i], w[1][i], 0x5410) ^ T::kTurn, __byte_perm(w[2][i], w[3][i], 0x5410) ^ T::kTurn};
+            const uint32_t y[2] = {__byte_perm(w[0][i], w[1][i], 0x7632) ^ T::kTurn, __byte_perm(w[2][i], w[3][i], 0x7632) ^ T::kTurn};
             const uint32_t a0[4] = {int4_pair<0>(x[0]), int4_pair<1>(x[0]), int4_pair<0>(x[1]), int4_pair<1>(x[1])};
             const uint32_t a1[4] = {int4_pair<2>(x[0]), int4_pair<3>(x[0]), int4_pair<2>(x[1]), int4_pair<3>(x[1])};
             const uint32_t a2[4] = {int4_pair<0>(y[0]), int4_pair<1>(y[0]), int4_pair<0>(y[1]), int4_pair<1>(y[1])};

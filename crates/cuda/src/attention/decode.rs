@@ -15,7 +15,7 @@ pub enum KvType {
     E4m3,
     /// Two's complement.
     Int8,
-    /// Two numbers a byte, each stored plus 8; element 2 i in the low half of byte i.
+    /// Two numbers a byte in two's complement; element 2 i in the low half of byte i.
     Int4,
 }
 

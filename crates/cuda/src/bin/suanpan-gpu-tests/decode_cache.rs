@@ -112,7 +112,7 @@ impl Stored {
                 }
                 KvType::Int4 => {
                     let code = (x * 2.5).round().clamp(-8.0, 7.0);
-                    let nibble = ((code + 8.0) as u8) << (4 * (i % 2));
+                    let nibble = (code as i8 as u8 & 0x0f) << (4 * (i % 2));
                     let kept = if i % 2 == 0 { 0xf0 } else { 0x0f };
                     self.bytes[i / 2] = self.bytes[i / 2] & kept | nibble;
                     code * scale * 0.25
