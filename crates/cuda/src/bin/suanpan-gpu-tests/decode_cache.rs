@@ -295,11 +295,14 @@ pub fn upload(gpu: &Gpu, x: &Cache) -> Result<Device, Error> {
         page_stride: c.page_size as u64 * row,
         token_stride: row,
         head_stride: c.dim as u64,
-        scales: Scales {
-            address: s.address,
-            page_stride: if c.scale_a_head { 0 } else { c.page_size as u64 * heads },
-            token_stride: if c.scale_a_head { 0 } else { heads },
-            head_stride: 1,
+        scales: match c.kv {
+            KvType::Bf16 => Scales::default(),
+            _ => Scales {
+                address: s.address,
+                page_stride: if c.scale_a_head { 0 } else { c.page_size as u64 * heads },
+                token_stride: if c.scale_a_head { 0 } else { heads },
+                head_stride: 1,
+            },
         },
     };
     let launch = Decode {
@@ -331,6 +334,7 @@ pub fn upload(gpu: &Gpu, x: &Cache) -> Result<Device, Error> {
             left: c.extras.left.map(|l| l as u32),
             sinks: c.extras.sinks.then_some(sinks.address),
         },
+        fused: Default::default(),
         batch_invariant: false,
     };
     let partial = Buffer::new(gpu, 0)?;
