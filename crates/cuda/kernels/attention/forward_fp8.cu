@@ -6,7 +6,6 @@
 // a thread's scores already lie, so that P needs no shuffles; columns of v leave in an order that o undoes at the end.
 // The matrix unit sums 8-bit products with fewer bits than f32 has: each tile's P v starts from zero and is added to o in f32.
 // P is scaled by 2^8 against the exact running maximum and rounded on a grid of tiles at absolute key positions.
-#include "../common/wgmma_fp8.cuh"
 #include "forward_tile.cuh"
 
 namespace suanpan {
@@ -260,10 +259,10 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         const uint32_t kd = desc_low(base + L::kK + stage_of<S::kKStages>(n) * L::kTile, 0);
         float s[64];
         wgmma_fence();
-        WgmmaFp8::ss_first(s, desc(qd), desc(kd));
+        Wgmma<128, E4m3>::ss_first(s, desc(qd), desc(kd));
 #pragma unroll
         for (int ks = 1; ks < D / 32; ++ks) {
-          WgmmaFp8::ss(s, desc(qd + ((ks / 4) * L::kQChunk + (ks % 4) * 32) / 16), desc(kd + ((ks / 4) * L::kChunk + (ks % 4) * 32) / 16), 1);
+          Wgmma<128, E4m3>::ss(s, desc(qd + ((ks / 4) * L::kQChunk + (ks % 4) * 32) / 16), desc(kd + ((ks / 4) * L::kChunk + (ks % 4) * 32) / 16), 1);
           if (S::kToken == 2 && ks == D / 64 - 1) wgmma_commit();
         }
         wgmma_commit();
@@ -328,9 +327,9 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         for (int c = 0; c < L::kChunks; ++c) {
           float sum[64];
           wgmma_fence();
-          WgmmaFp8::rs_first(sum, pk, desc(td + c * L::kChunk / 16));
+          Wgmma<128, E4m3>::rs_first(sum, pk, desc(td + c * L::kChunk / 16));
 #pragma unroll
-          for (int ks = 1; ks < 4; ++ks) WgmmaFp8::rs(sum, pk + 4 * ks, desc(td + (c * L::kChunk + ks * 32) / 16), 1);
+          for (int ks = 1; ks < 4; ++ks) Wgmma<128, E4m3>::rs(sum, pk + 4 * ks, desc(td + (c * L::kChunk + ks * 32) / 16), 1);
           wgmma_commit();
           wgmma_wait<0>();
           pin(sum);
