@@ -10,21 +10,17 @@
 
 namespace suanpan {
 
-// Found by search on one H200. kToken as in forward_tile.cuh; from 6 on one warpgroup at a time takes exponentials, and passes after
-// all, 3/4 or half of them (6, 7, 8).
-template <int D> struct Fp8Shape;
-template <> struct Fp8Shape<128> { static constexpr int kNumWg = 3, kKStages = 4, kVStages = 2, kTStages = 4, kToken = 1, kLeash = 8, kSumN = 64; };
-template <> struct Fp8Shape<256> { static constexpr int kNumWg = 2, kKStages = 2, kVStages = 2, kTStages = 2, kToken = 7, kLeash = 8, kSumN = 64; };
-#ifdef FP8_VARIANT  // V_*: for the search only
-struct Fp8Chosen { static constexpr int kNumWg = V_WG, kKStages = V_K, kVStages = V_V, kTStages = V_T, kToken = V_TOKEN, kLeash = V_LEASH, kSumN = V_SUMN; };
-#else
-using Fp8Chosen = Fp8Shape<HEAD_DIM>;
-#endif
+// The numbers and their meanings are those of src/shapes.rs.
+struct Fp8Chosen {
+  static constexpr int kNumWg = WARPGROUPS, kKStages = K_STAGES, kVStages = V_STAGES, kTStages = TRANSPOSED_STAGES, kToken = TOKEN;
+};
 
-struct Fp8Scales {  // [batch, num_kv_heads] each, or null: 1
-  const float* q;
-  const float* k;
+struct Fp8Scales {  // of a (sequence, kv head), or null: 1
+  const float* q;       // [batch, num_kv_heads]
+  const float* k;       // strides below, in elements: 0 repeats a scale
   const float* v;
+  int batch_stride;
+  int head_stride;
 };
 
 template <int D> struct Fp8Layout {
@@ -240,7 +236,8 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
       const int unit = t.batch * p.num_kv_heads + t.kv_head;
       float factor = 1.f;
       if (scales.q) factor = scales.q[unit];
-      if (scales.k) factor *= scales.k[unit];
+      const int kv_scale = t.batch * scales.batch_stride + t.kv_head * scales.head_stride;
+      if (scales.k) factor *= scales.k[kv_scale];
       const float scale_log2 = p.scale_log2 * factor;
       float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
 #pragma unroll
@@ -345,7 +342,7 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         }
       }
 
-      const float v_scale = scales.v ? scales.v[unit] : 1.f;
+      const float v_scale = scales.v ? scales.v[t.batch * scales.batch_stride + t.kv_head * scales.head_stride] : 1.f;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float sum = row_sum[h];

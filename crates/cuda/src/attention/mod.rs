@@ -4,6 +4,7 @@ mod decode_cluster;
 mod decode_line;
 pub mod forward;
 pub mod forward_fp8;
+pub mod quantise;
 
 use crate::driver::Address;
 
