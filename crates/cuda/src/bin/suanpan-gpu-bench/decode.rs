@@ -103,11 +103,15 @@ fn inputs(gpu: &Gpu, c: &Cell) -> Result<Inputs, Error> {
         page_stride: u64::from(page_size) * row,
         token_stride: row,
         head_stride: u64::from(dim),
-        scales: Scales {
-            address: scales.address + half * u64::from(sets) * scale_bytes / 2,
-            page_stride: u64::from(num_kv_heads * page_size),
-            token_stride: 1,
-            head_stride: u64::from(page_size),
+        scales: if c.kv == KvType::Bf16 {
+            Scales::default()
+        } else {
+            Scales {
+                address: scales.address + half * u64::from(sets) * scale_bytes / 2,
+                page_stride: u64::from(num_kv_heads * page_size),
+                token_stride: 1,
+                head_stride: u64::from(page_size),
+            }
         },
     };
     let token_stride = u64::from(num_q_heads * dim);
@@ -131,6 +135,7 @@ fn inputs(gpu: &Gpu, c: &Cell) -> Result<Inputs, Error> {
         head_dim: dim,
         softmax_scale: 1.0 / (dim as f32).sqrt(),
         scores: Default::default(),
+        fused: Default::default(),
         batch_invariant: false,
     };
     let held = vec![k, v, scales, table, lens, q, o, lse];
@@ -178,7 +183,7 @@ fn floors(gpu: &Gpu, opt: &Options) -> Result<(), Error> {
         us.push(time_us(gpu, 1, 0, || g.launch().map_err(call("cuGraphLaunch")))?);
     }
     println!("floor{}: an almost empty kernel {:.2} us", opt.label, median(&mut us));
-    let [smem, _, threads, _] = gpu.constants("decode_cluster_128_bf16", "decode_cluster_tiling")?;
+    let [smem, threads, ..]: [u32; 8] = gpu.constants("decode_cluster_128_bf16", "decode_cluster_tiling")?;
     let kernel = gpu.kernel("decode_cluster_128_bf16", "decode_8", smem)?;
     for ranks in [16, 8, 4, 2] {
         let at_once = gpu.clusters_at_once(kernel, ranks, threads, smem)?;

@@ -112,7 +112,7 @@ impl Stored {
                 }
                 KvType::Int4 => {
                     let code = (x * 2.5).round().clamp(-8.0, 7.0);
-                    let nibble = ((code + 8.0) as u8) << (4 * (i % 2));
+                    let nibble = (code as i8 as u8 & 0x0f) << (4 * (i % 2));
                     let kept = if i % 2 == 0 { 0xf0 } else { 0x0f };
                     self.bytes[i / 2] = self.bytes[i / 2] & kept | nibble;
                     code * scale * 0.25
@@ -295,11 +295,14 @@ pub fn upload(gpu: &Gpu, x: &Cache) -> Result<Device, Error> {
         page_stride: c.page_size as u64 * row,
         token_stride: row,
         head_stride: c.dim as u64,
-        scales: Scales {
-            address: s.address,
-            page_stride: if c.scale_a_head { 0 } else { c.page_size as u64 * heads },
-            token_stride: if c.scale_a_head { 0 } else { heads },
-            head_stride: 1,
+        scales: match c.kv {
+            KvType::Bf16 => Scales::default(),
+            _ => Scales {
+                address: s.address,
+                page_stride: if c.scale_a_head { 0 } else { c.page_size as u64 * heads },
+                token_stride: if c.scale_a_head { 0 } else { heads },
+                head_stride: 1,
+            },
         },
     };
     let launch = Decode {
@@ -331,6 +334,7 @@ pub fn upload(gpu: &Gpu, x: &Cache) -> Result<Device, Error> {
             left: c.extras.left.map(|l| l as u32),
             sinks: c.extras.sinks.then_some(sinks.address),
         },
+        fused: Default::default(),
         batch_invariant: false,
     };
     let partial = Buffer::new(gpu, 0)?;
