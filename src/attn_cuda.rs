@@ -166,7 +166,8 @@ struct Subject {
 
 impl Subject {
     fn new(gpu: &Gpu, problem: &Problem, batch: usize, len: SeqLen) -> Result<Subject, Error> {
-        let limits = Limits { max_seqs: batch, max_total_q: batch * len.seqlen_q, max_seqlen_k: len.seqlen_k };
+        let limits =
+            Limits { max_seqs: batch, max_total_q: batch * len.seqlen_q, max_seqlen_k: len.seqlen_k };
         let mut plan = Plan::new(problem, Device { num_sms: gpu.num_sms }, limits, Slower::Refuse)?;
         plan.schedule(&vec![len; batch])?;
         let h = problem.heads;
@@ -256,7 +257,9 @@ impl Subject {
                 let at = ((seq * self.len.seqlen_q + i) * h.num_q_heads + head) * d * 2;
                 let numbers = |m: &Memory| {
                     let bits: Vec<u16> = m.read(at, d)?;
-                    Ok::<_, Error>(bits.iter().map(|x| f64::from(from_bits(Dtype::Bf16, *x))).collect::<Vec<_>>())
+                    Ok::<_, Error>(
+                        bits.iter().map(|x| f64::from(from_bits(Dtype::Bf16, *x))).collect::<Vec<_>>(),
+                    )
                 };
                 let mut q = vec![0.0; self.len.seqlen_q * d];
                 q[i * d..(i + 1) * d].copy_from_slice(&numbers(&self.q)?);

@@ -31,12 +31,7 @@ fn define(name: &str, value: impl std::fmt::Display) -> String {
 
 fn forward(s: &shapes::ForwardShape, dtype: &str, tag: &str, more: bool) -> Unit {
     Unit {
-        name: format!(
-            "forward_{}{}_{}_{dtype}",
-            if more { "more_" } else { "" },
-            s.head_dim,
-            s.head_dim_v
-        ),
+        name: format!("forward_{}{}_{}_{dtype}", if more { "more_" } else { "" }, s.head_dim, s.head_dim_v),
         source: "kernels/attention/forward.cu",
         defines: vec![
             define("HEAD_DIM", s.head_dim),
@@ -117,7 +112,8 @@ fn fingerprint(nvcc: &Path, unit: &Unit) -> u64 {
     let mut files = vec![PathBuf::from(unit.source)];
     let mut at = 0;
     while at < files.len() {
-        let text = std::fs::read_to_string(&files[at]).unwrap_or_else(|e| panic!("{}: {e}", files[at].display()));
+        let text =
+            std::fs::read_to_string(&files[at]).unwrap_or_else(|e| panic!("{}: {e}", files[at].display()));
         text.hash(&mut hasher);
         let folder = files[at].parent().expect("a file in kernels").to_path_buf();
         for name in text.lines().filter_map(|l| l.strip_prefix("#include \"")?.split('"').next()) {

@@ -294,7 +294,11 @@ impl Forward {
                 return bad("bias", format!("{:#x}", bias.address), "f32 numbers on the device");
             }
             if s.key > 1 || [s.seq, s.head, s.row].iter().any(|n| *n > 1 << 40) {
-                return bad("bias strides", format!("{s:?}"), "0 or 1 from key to key, the others up to 2^40");
+                return bad(
+                    "bias strides",
+                    format!("{s:?}"),
+                    "0 or 1 from key to key, the others up to 2^40",
+                );
             }
         }
         match self.scores.dropout {
@@ -311,6 +315,8 @@ impl Forward {
     fn check_pages(&self) -> Result<(), Error> {
         let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
         let KeysValues::Paged(pages) = self.kv else { return Ok(()) };
+        pages.k.without_scales("k.scales")?;
+        pages.v.without_scales("v.scales")?;
         if pages.page_size == 0 || !pages.page_size.is_multiple_of(16) || pages.page_size > TOKENS_MAX {
             return bad("page_size", pages.page_size.to_string(), "multiples of 16 tokens");
         }
@@ -328,7 +334,8 @@ impl Forward {
     /// The kernel that a launch puts on the stream.
     pub fn kernel_name(&self) -> &'static str {
         let s = &self.scores;
-        let plain = s.softcap.is_none() && s.alibi_slopes.is_none() && s.sinks.is_none() && self.tree.is_none();
+        let plain =
+            s.softcap.is_none() && s.alibi_slopes.is_none() && s.sinks.is_none() && self.tree.is_none();
         function(self.mask, self.has_more(), plain && !matches!(self.kv, KeysValues::Paged(_)))
     }
 

@@ -50,7 +50,8 @@ pub(super) fn device(plan: &Plan) -> Entry {
     for &len in &plan.seqs {
         let hull = p.mask.visible_hull(len, 0..len.seqlen_q);
         let mut entry = kernel::once(p.heads, hull.len(), len, (p.q_dtype, p.kv_dtype));
-        entry.device_read_bytes += (passes(plan, len) - 1) * kernel::kv_write_bytes(p.heads, hull.len(), p.kv_dtype);
+        entry.device_read_bytes +=
+            (passes(plan, len) - 1) * kernel::kv_write_bytes(p.heads, hull.len(), p.kv_dtype);
         if let KvLayout::Paged { page_size } = p.kv {
             entry.device_read_bytes += 4 * hull.len().div_ceil(page_size) as u64;
         }

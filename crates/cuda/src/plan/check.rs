@@ -10,7 +10,11 @@ const OP: &str = "cuda attention run";
 
 type Checked = Result<(), BadArgument>;
 
-fn refuse(field: impl Into<String>, asked: impl std::fmt::Display, supported: impl std::fmt::Display) -> Checked {
+fn refuse(
+    field: impl Into<String>,
+    asked: impl std::fmt::Display,
+    supported: impl std::fmt::Display,
+) -> Checked {
     Err(BadArgument::new(OP, field, asked, supported))
 }
 
@@ -30,7 +34,9 @@ fn view(field: &str, x: View, dims: &[(usize, usize)], width: usize, bits: usize
     }
     match extent(dims, width) {
         Some(need) if need <= x.elements => {}
-        Some(need) => return refuse(format!("{field} length"), x.elements, format!("at least {need} elements")),
+        Some(need) => {
+            return refuse(format!("{field} length"), x.elements, format!("at least {need} elements"));
+        }
         None => return refuse(format!("{field} strides"), format!("{dims:?}"), "offsets below 2^64"),
     }
     let odd = |d: &&(usize, usize)| d.0 > 1 && !(d.1 * bits).is_multiple_of(128);
@@ -76,7 +82,11 @@ fn extras(plan: &Plan, args: &Args<'_>, total_q: usize) -> Checked {
     for (field, numbers) in [("alibi_slopes", x.alibi_slopes), ("sinks", x.sinks)] {
         let Some(n) = numbers else { continue };
         if n.elements != p.heads.num_q_heads as u64 || n.address == 0 {
-            return refuse(format!("{field} length"), n.elements, format!("num_q_heads = {}", p.heads.num_q_heads));
+            return refuse(
+                format!("{field} length"),
+                n.elements,
+                format!("num_q_heads = {}", p.heads.num_q_heads),
+            );
         }
     }
     let most = |of: fn(&suanpan_base::SeqLen) -> usize| plan.seqs.iter().map(of).max().unwrap_or(0);
@@ -138,7 +148,11 @@ fn table(plan: &Plan, args: &Args<'_>, page_size: usize) -> Checked {
         let row = args.page_table.get(i * args.page_table_stride..).unwrap_or(&[]);
         if end > args.page_table_stride || row.len() < end {
             let supported = format!("{end} ids in row {i}");
-            return refuse("page_table", format!("{} ids, stride {}", args.page_table.len(), args.page_table_stride), supported);
+            return refuse(
+                "page_table",
+                format!("{} ids, stride {}", args.page_table.len(), args.page_table_stride),
+                supported,
+            );
         }
         if let Some(at) = (first..end).find(|&at| row[at] as usize >= pages) {
             let supported = format!("ids below {pages}, the pages that k, v and their scales hold");
@@ -155,12 +169,24 @@ pub(super) fn check(plan: &Plan, args: &Args<'_>) -> Checked {
     let (n, total_k) = (total(|s| s.seqlen_q), total(|s| s.seqlen_k));
     let q_bits = p.q_dtype.bits();
     view("q", args.q, &[(n, args.q_strides.0), (h.num_q_heads, args.q_strides.1)], h.head_dim_qk, q_bits)?;
-    view("out", args.out, &[(n, args.out_strides.0), (h.num_q_heads, args.out_strides.1)], h.head_dim_v, q_bits)?;
+    view(
+        "out",
+        args.out,
+        &[(n, args.out_strides.0), (h.num_q_heads, args.out_strides.1)],
+        h.head_dim_v,
+        q_bits,
+    )?;
     if args.lse.elements < (n * h.num_q_heads) as u64 || args.lse.address == 0 && n > 0 {
-        return refuse("lse length", args.lse.elements, format!("num_q_heads x total_q = {}", n * h.num_q_heads));
+        return refuse(
+            "lse length",
+            args.lse.elements,
+            format!("num_q_heads x total_q = {}", n * h.num_q_heads),
+        );
     }
     let rows = (args.out_strides.1 == h.head_dim_v, args.out_strides.0 == h.num_q_heads * h.head_dim_v);
-    if matches!(plan.choice.as_ref().map(|c| c.kernel), Some(super::Kernel::Decode(_))) && rows != (true, true) {
+    if matches!(plan.choice.as_ref().map(|c| c.kernel), Some(super::Kernel::Decode(_)))
+        && rows != (true, true)
+    {
         return refuse("out strides", format!("{:?}", args.out_strides), "contiguous in decode");
     }
     let fp8 = matches!(plan.choice.as_ref().map(|c| c.kernel), Some(super::Kernel::ForwardFp8 { .. }));

@@ -30,7 +30,7 @@ pub(super) fn check_any(p: &Problem) -> Fits<()> {
     if p.mask.sink_tokens > 0 {
         return refuse("mask.sink_tokens", p.mask.sink_tokens, "0: no leading keys beside a window");
     }
-    if !(p.scale() > 0.0) {
+    if p.scale().is_nan() || p.scale() <= 0.0 {
         return refuse("softmax_scale", p.scale(), "positive numbers");
     }
     if p.scores.dropout == Some(1.0) {
@@ -121,7 +121,11 @@ pub(super) fn decode_type(p: &Problem) -> Fits<KvType> {
         return refuse("head_dim_qk, head_dim_v", format!("{d}, {v}"), "64, 128, 256 for both in decode");
     }
     if p.scores.bias || p.scores.dropout.is_some() || p.tree {
-        return refuse("scores", format!("{}, tree {}", p.scores, p.tree), "softcap, ALiBi and sinks in decode");
+        return refuse(
+            "scores",
+            format!("{}, tree {}", p.scores, p.tree),
+            "softcap, ALiBi and sinks in decode",
+        );
     }
     if p.batch_invariant {
         return refuse("batch_invariant", true, "false in decode: prefill's bits are the forward's");
@@ -193,7 +197,8 @@ pub(super) fn choose(
     match (refused, slower) {
         (None, _) => Ok(Choice { kernel, why, gave_up: None }),
         (Some(e), Slower::Allow) => {
-            let gave_up = format!("decode, which refused {} = {} (it takes {})", e.field, e.asked, e.supported);
+            let gave_up =
+                format!("decode, which refused {} = {} (it takes {})", e.field, e.asked, e.supported);
             Ok(Choice { kernel, why, gave_up: Some(gave_up) })
         }
         (Some(e), Slower::Refuse) => {
@@ -202,4 +207,3 @@ pub(super) fn choose(
         }
     }
 }
-

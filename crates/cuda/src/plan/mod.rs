@@ -92,7 +92,12 @@ pub struct Plan {
 
 impl Plan {
     /// A plan for `problem` on `device` with room for schedules within `limits`. Refuses what no kernel takes, by name.
-    pub fn new(problem: &Problem, device: Device, limits: Limits, slower: Slower) -> Result<Plan, BadArgument> {
+    pub fn new(
+        problem: &Problem,
+        device: Device,
+        limits: Limits,
+        slower: Slower,
+    ) -> Result<Plan, BadArgument> {
         problem.check()?;
         choose::check_any(problem)?;
         for (field, n) in [
@@ -173,7 +178,9 @@ impl Plan {
     fn pages_max(&self) -> usize {
         match self.problem.kv {
             suanpan_attn::KvLayout::Contiguous => 0,
-            suanpan_attn::KvLayout::Paged { page_size } => self.limits.max_seqlen_k.div_ceil(page_size).max(1),
+            suanpan_attn::KvLayout::Paged { page_size } => {
+                self.limits.max_seqlen_k.div_ceil(page_size).max(1)
+            }
         }
     }
 
@@ -193,9 +200,9 @@ impl fmt::Display for Kernel {
                 let rows = 64 * s.warpgroups;
                 write!(f, "quantise_q, {function} (forward_fp8.cu), tile {rows} x 128, {} stages", s.k_stages)
             }
-            Kernel::Decode(decode::Plan::Line) => {
-                f.write_str("decode (decode.cu), tile 64 rows, 6 stages, one line of tiles cut into equal parts")
-            }
+            Kernel::Decode(decode::Plan::Line) => f.write_str(
+                "decode (decode.cu), tile 64 rows, 6 stages, one line of tiles cut into equal parts",
+            ),
             Kernel::Decode(plan) => write!(f, "decode_cluster (decode_cluster.cu), a ring a warp, {plan}"),
         }
     }

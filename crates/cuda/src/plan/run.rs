@@ -14,7 +14,11 @@ use crate::{Dtype, Error};
 
 const OP: &str = "cuda attention run";
 
-fn refuse<T>(field: impl Into<String>, asked: impl std::fmt::Display, supported: impl Into<String>) -> Result<T, Error> {
+fn refuse<T>(
+    field: impl Into<String>,
+    asked: impl std::fmt::Display,
+    supported: impl Into<String>,
+) -> Result<T, Error> {
     Err(BadArgument::new(OP, field, asked, supported.into()).into())
 }
 
@@ -192,6 +196,7 @@ pub(super) fn decode_shape(p: &Problem, batch: usize, tokens: usize, pages_max: 
             left: p.mask.left.map(|n| n.min(super::choose::TOKENS_MAX) as u32),
             sinks: p.scores.sink.then_some(4),
         },
+        fused: decode::Fused::default(),
         batch_invariant: false,
     }
 }
@@ -236,7 +241,11 @@ impl Bound {
         let Some(choice) = &plan.choice else { return refuse("schedule", "none", "a scheduled plan") };
         let layout = plan.layout()?;
         if (ws.memory.bytes as u64) < layout.bytes {
-            return refuse("workspace", ws.memory.bytes, format!("at least {}: made for this plan", layout.bytes));
+            return refuse(
+                "workspace",
+                ws.memory.bytes,
+                format!("at least {}: made for this plan", layout.bytes),
+            );
         }
         super::check::check(plan, args)?;
         if plan.seqs.iter().all(|s| s.seqlen_q == 0) {
@@ -308,7 +317,10 @@ impl Call<'_> {
         };
         memory.write(self.layout.cu_q as usize, &sums(|s| s.seqlen_q))?;
         memory.write(self.layout.cu_k as usize, &sums(|s| s.seqlen_k))?;
-        memory.write(self.layout.lens_k as usize, &seqs.iter().map(|s| s.seqlen_k as i32).collect::<Vec<_>>())?;
+        memory.write(
+            self.layout.lens_k as usize,
+            &seqs.iter().map(|s| s.seqlen_k as i32).collect::<Vec<_>>(),
+        )?;
         let pages_max = self.plan.pages_max();
         if pages_max > 0 {
             let (from, stride) = (self.args.page_table, self.args.page_table_stride);
@@ -398,7 +410,10 @@ impl Call<'_> {
             scores: forward::Scores {
                 softcap: p.scores.softcap.filter(|c| *c != 0.0),
                 bias: x.bias.map(|b| forward::Bias { address: b.values.address, strides: b.strides }),
-                dropout: x.dropout.zip(p.scores.dropout).map(|(key, probability)| forward::Dropout { probability, key }),
+                dropout: x
+                    .dropout
+                    .zip(p.scores.dropout)
+                    .map(|(key, probability)| forward::Dropout { probability, key }),
                 alibi_slopes: x.alibi_slopes.map(|v| v.address),
                 sinks: x.sinks.map(|v| v.address),
             },

@@ -65,7 +65,8 @@ fn a_slower_kernel_runs_only_where_it_is_allowed_and_is_named() {
     let invariant = Problem { batch_invariant: true, ..paged(HeadShape::new(32, 8, 128)) };
     assert!(plan(&invariant, &one, Slower::Refuse).unwrap().to_string().contains("batch-invariant"));
     // No other kernel takes codes: a refusal, whatever is allowed.
-    let codes = Problem { kv_dtype: DType::I8, kv_scales: ScaleGrain::Token, ..paged(HeadShape::new(32, 8, 128)) };
+    let codes =
+        Problem { kv_dtype: DType::I8, kv_scales: ScaleGrain::Token, ..paged(HeadShape::new(32, 8, 128)) };
     assert!(plan(&codes, &one, Slower::Refuse).is_ok());
     assert_eq!(plan(&codes, &[SeqLen::new(512, 512)], Slower::Allow).unwrap_err().field, "kv_dtype");
 }

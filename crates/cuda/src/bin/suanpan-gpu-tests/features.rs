@@ -259,7 +259,9 @@ fn check(c: &Case, x: &Inputs, out: &Output) -> Errors {
         let weights = c.dropout.map(|p| Weights::new(p, KEY));
         let dropped: Vec<Vec<f32>> = weights.map_or(Vec::new(), |w| {
             let of = |j: usize| x.v.row(k0 + j, kv).iter().map(|v| v * w.factor(b, h, i, j)).collect();
-            (0..c.lens[b].1).map(|j| if keys.binary_search(&j).is_ok() { of(j) } else { Vec::new() }).collect()
+            (0..c.lens[b].1)
+                .map(|j| if keys.binary_search(&j).is_ok() { of(j) } else { Vec::new() })
+                .collect()
         });
         let value = |j: usize| if dropped.is_empty() { x.v.row(k0 + j, kv) } else { &dropped[j][..] };
         let exact = reference_scores(c.dtype, dim_v, &keys, &scaled, sink, &value, change);
