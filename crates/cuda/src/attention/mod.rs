@@ -6,6 +6,7 @@ mod decode_line;
 pub mod decode_mla;
 pub mod forward;
 pub mod forward_fp8;
+pub mod quantise;
 
 use crate::driver::Address;
 

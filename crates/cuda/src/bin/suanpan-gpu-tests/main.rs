@@ -1,4 +1,5 @@
 //! Checks every kernel on the device against the f64 oracle, in one command; exits 1 when anything fails.
+mod api;
 mod decode;
 mod decode_cache;
 mod decode_fused;
@@ -40,9 +41,12 @@ impl Report {
 fn main() -> Result<(), Error> {
     let option = |name: &str| std::env::args().skip_while(|a| a != name).nth(1);
     let gpu = Gpu::open(0, option("--cubin-dir").map(Into::into))?;
-    let what = option("--what").unwrap_or("forward,features,fp8,decode,fused,latent".into());
+    let what = option("--what").unwrap_or("api,forward,features,fp8,decode,fused,latent".into());
     let small = std::env::args().any(|a| a == "--small");
     let mut report = Report { failed: 0, run: 0, small };
+    if what.contains("api") {
+        api::test(&gpu, &mut report)?;
+    }
     if what.contains("forward") {
         forward::test(&gpu, &mut report)?;
     }
