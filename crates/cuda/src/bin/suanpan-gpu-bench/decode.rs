@@ -72,8 +72,8 @@ fn inputs(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<Inputs, Error> {
     let (batch, page_size) = (c.batch, c.page_size);
     let pages_per = c.seqlen.div_ceil(page_size);
     let tokens = u64::from(batch * pages_per * page_size);
-    let row = u64::from(num_kv_heads * dim);
-    let scale_bytes = if c.kv == KvType::Bf16 { 0 } else { 8 * tokens * u64::from(num_kv_heads) };
+    let (row, of_scales) = (u64::from(num_kv_heads * dim), 8 * tokens * u64::from(num_kv_heads));
+    let scale_bytes = if c.kv == KvType::Bf16 { 0 } else { of_scales };
     let cache_bytes = tokens * row * 2 * c.kv.bits() / 8 + scale_bytes;
     let sets = if opt.rotate { ROTATE_BYTES.div_ceil(cache_bytes).clamp(1, 64) as u32 } else { 1 };
     let num_pages = sets * batch * pages_per;
@@ -83,8 +83,7 @@ fn inputs(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<Inputs, Error> {
     fill(gpu, &v, c.kv, 2)?;
     let scales = Buffer::new(gpu, (u64::from(sets) * scale_bytes) as usize)?;
     scales.fill(gpu, (1.0f32 / 64.0).to_bits())?;
-    let mut ids: Vec<i32> = (0..num_pages as i32).collect();
-    let mut rng = Rng::new(3);
+    let (mut ids, mut rng) = ((0..num_pages as i32).collect::<Vec<i32>>(), Rng::new(3));
     for i in (1..ids.len()).rev() {
         ids.swap(i, rng.below(i + 1));
     }
