@@ -61,6 +61,9 @@ pub(crate) fn check(
     {
         return Err(refuse("max_scores length", max.len(), format!("num_q_heads = {}", h.num_q_heads)));
     }
+    if h.values_in_keys {
+        check_no_values(args)?;
+    }
     let asked = Asked { op: OP, problem: p, total_q: n };
     asked.check(&args.extras, plan.seqs.iter().map(|s| s.len))?;
     crate::scales::check_numbers(plan, args)?;
@@ -68,6 +71,16 @@ pub(crate) fn check(
         KvLayout::Contiguous => check_contiguous(plan, args),
         KvLayout::Paged { page_size } => check_paged(plan, args, page_size),
     }
+}
+
+/// Values that lie in keys come with them.
+fn check_no_values(args: &Args<'_>) -> Result<(), BadArgument> {
+    for (field, len) in [("v length", args.v.len()), ("v_scales length", args.kv_scales.v.len())] {
+        if len > 0 {
+            return Err(refuse(field, len, "0: the plan's values lie in keys"));
+        }
+    }
+    Ok(())
 }
 
 fn check_dtype(field: &str, got: DType, want: DType) -> Result<(), BadArgument> {
@@ -140,6 +153,9 @@ fn check_contiguous(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgument> {
     let (h, n) = (plan.problem.heads, plan.total_k);
     let kv = h.num_kv_heads;
     check_extent("k", args.k.len(), &[(n, args.k_strides.token), (kv, args.k_strides.head)], h.head_dim_qk)?;
+    if h.values_in_keys {
+        return Ok(());
+    }
     check_extent("v", args.v.len(), &[(n, args.v_strides.token), (kv, args.v_strides.head)], h.head_dim_v)
 }
 
@@ -157,7 +173,10 @@ fn check_paged(plan: &Plan, args: &Args<'_>, page_size: usize) -> Result<(), Bad
         })
     };
     let k_pages = pages("k", args.k.len(), args.k_strides, h.head_dim_qk)?;
-    let v_pages = pages("v", args.v.len(), args.v_strides, h.head_dim_v)?;
+    let v_pages = match h.values_in_keys {
+        true => k_pages,
+        false => pages("v", args.v.len(), args.v_strides, h.head_dim_v)?,
+    };
     let (k_pages, v_pages) = crate::scales::pages_with_scales(plan, args, (k_pages, v_pages));
     for (i, seq) in plan.seqs.iter().enumerate() {
         check_table_row(plan, args, page_size, i, seq, k_pages.min(v_pages))?;

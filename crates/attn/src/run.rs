@@ -34,7 +34,7 @@ pub struct Args<'a> {
     pub k: Buf<'a>,
     /// Strides of `k`.
     pub k_strides: Strides,
-    /// Values.
+    /// Values; empty where they lie in keys (`HeadShape::values_in_keys`), whose strides and scales are then theirs.
     pub v: Buf<'a>,
     /// Strides of `v`.
     pub v_strides: Strides,
@@ -83,7 +83,7 @@ pub fn run(
         *book += AttnBooks {
             pairs,
             flops: kernel::forward_flops(pairs, heads),
-            kv_read_bytes: keys * per_key + scales * kernel::SCALE_PAIR_BYTES,
+            kv_read_bytes: keys * per_key + scales * kernel::scale_pair_bytes(heads),
             kv_write_bytes: 0,
         };
     }

@@ -86,7 +86,7 @@ fn every_width_and_type_agrees_on_every_instruction_set() {
 #[test]
 fn keys_and_values_of_different_widths_up_to_the_widest() {
     for (dqk, dv) in [(192, 128), (576, 512), (576, 576), (3, 557), (64, 1), (1, 64), (33, 17)] {
-        let heads = HeadShape { num_q_heads: 4, num_kv_heads: 1, head_dim_qk: dqk, head_dim_v: dv };
+        let heads = HeadShape::with_widths(4, 1, dqk, dv);
         let c = Case::new(heads, Mask::CAUSAL, &[(40, 200)]).dtypes(DType::F32, DType::Bf16);
         let x = Inputs::random(&c, true);
         judge_gradients(&c, &x, &run_backward_case(&c, &x, &machine(1), f32::NAN));
@@ -448,7 +448,8 @@ proptest! {
         // The backward knows contiguous f32 and bf16.
         let trained = |d: DType| if d == DType::Bf16 { d } else { DType::F32 };
         let (q_dtype, kv_dtype) = (trained(c.q_dtype), trained(c.kv_dtype));
-        let c = Case { page_size: None, q_dtype, kv_dtype, kv_scales: suanpan_base::ScaleGrain::None, ..c };
+        let heads = suanpan_base::HeadShape { values_in_keys: false, ..c.heads };
+        let c = Case { heads, page_size: None, q_dtype, kv_dtype, kv_scales: suanpan_base::ScaleGrain::None, ..c };
         let x = Inputs::random(&c, with_lse);
         let machine = Machine::forced(Isa::ALL[isa], threads).unwrap_or(Machine::detect(threads));
         judge_gradients(&c, &x, &run_backward_case(&c, &x, &machine, f32::NAN));

@@ -54,12 +54,7 @@ fn long_decodes_of_integers_agree_with_the_oracle() {
         for (q_heads, kv_heads) in [(1, 1), (4, 1), (8, 2), (3, 1), (12, 1)] {
             for scale in [0.02, 1.0, 8.0] {
                 let dqk = [128, 64, 576, 30][n % 4];
-                let heads = HeadShape {
-                    num_q_heads: q_heads,
-                    num_kv_heads: kv_heads,
-                    head_dim_qk: dqk,
-                    head_dim_v: 128 << (n % 2),
-                };
+                let heads = HeadShape::with_widths(q_heads, kv_heads, dqk, 128 << (n % 2));
                 let mut c = Case::new(heads, Mask::CAUSAL, &[(1, 4099), (1, 777), (2, 260)])
                     .dtypes(Q_TYPES[n % 3], kv_dtype)
                     .scaled([ScaleGrain::Token, ScaleGrain::Head][n % 2])

@@ -258,6 +258,9 @@ fn to_bf16(to: &mut [bf16], from: &[f32]) {
 /// Bytes of a layer's part of a page.
 fn page_bytes(layer: &LayerShape, page_size: usize) -> Result<usize, BadArgument> {
     let heads = layer.heads;
+    if heads.values_in_keys {
+        return Err(BadArgument::new(OP, "values_in_keys", true, "false: pages of keys beside values"));
+    }
     let width = heads.head_dim_qk.checked_add(heads.head_dim_v);
     let width = width.ok_or_else(|| BadArgument::new(OP, "head_dim", "past 2^64", "below 2^63"))?;
     let factors = [page_size, heads.num_kv_heads, width, layer.dtype.bytes_of(1)];

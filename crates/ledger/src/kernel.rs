@@ -16,11 +16,13 @@ pub const fn forward_flops(pairs: u64, heads: HeadShape) -> u64 {
 
 /// Key and value bytes of `tokens` tokens of one layer.
 pub const fn kv_write_bytes(heads: HeadShape, tokens: usize, kv_dtype: DType) -> u64 {
-    kv_dtype.bytes_of(tokens * heads.num_kv_heads * (heads.head_dim_qk + heads.head_dim_v)) as u64
+    kv_dtype.bytes_of(tokens * heads.num_kv_heads * heads.kv_width()) as u64
 }
 
-/// Bytes of one scale of a key or value and of its partner on the other side.
-pub const SCALE_PAIR_BYTES: u64 = 8;
+/// Bytes of one scale of a key and of its partner of the value; of the key's alone where it holds the value.
+pub const fn scale_pair_bytes(heads: HeadShape) -> u64 {
+    if heads.values_in_keys { 4 } else { 8 }
+}
 
 /// Bytes of the scales that the walk of [`attention_books`] reads: keys go by in blocks that stand on multiples of `key_block`, and each run
 /// of keys of a block that share a scale reads it once, for each tile and kv head.
@@ -45,7 +47,7 @@ pub fn scale_read_bytes(
             }
         }
     }
-    pairs * heads.num_kv_heads as u64 * SCALE_PAIR_BYTES
+    pairs * heads.num_kv_heads as u64 * scale_pair_bytes(heads)
 }
 
 /// Runs of the keys `keys` of a block that share a scale.
@@ -127,7 +129,7 @@ pub fn attention_books_seen(
     AttnBooks {
         pairs,
         flops: forward_flops(pairs, heads),
-        kv_read_bytes: keys_loaded * per_key + scale_pairs * SCALE_PAIR_BYTES,
+        kv_read_bytes: keys_loaded * per_key + scale_pairs * scale_pair_bytes(heads),
         kv_write_bytes: 0,
     }
 }

@@ -80,6 +80,10 @@ impl BackwardPlan {
                 return Err(BadArgument::new(OP, field, dtype, "f32, bf16"));
             }
         }
+        if problem.heads.values_in_keys {
+            let supported = "false: the absorbed form is for inference; train on its keys and values apart";
+            return Err(BadArgument::new(OP, "values_in_keys", true, supported));
+        }
         limits.check(OP)?;
         let mut plan = BackwardPlan {
             problem: *problem,

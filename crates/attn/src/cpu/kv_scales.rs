@@ -26,13 +26,12 @@ pub(crate) struct Scales {
 impl Scales {
     pub fn new(plan: &Plan, given: &KvScales<'_>) -> Scales {
         let grain = plan.problem.kv_scales;
-        Scales {
-            grain,
-            k: given.k.as_ptr(),
-            k_strides: crate::scales::strides_of(grain, given.k_strides),
-            v: given.v.as_ptr(),
-            v_strides: crate::scales::strides_of(grain, given.v_strides),
-        }
+        let k = (given.k.as_ptr(), crate::scales::strides_of(grain, given.k_strides));
+        let v = match plan.problem.heads.values_in_keys {
+            true => k,
+            false => (given.v.as_ptr(), crate::scales::strides_of(grain, given.v_strides)),
+        };
+        Scales { grain, k: k.0, k_strides: k.1, v: v.0, v_strides: v.1 }
     }
 
     /// Where a run of keys has the scales of head `head`.

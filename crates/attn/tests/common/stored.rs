@@ -85,6 +85,8 @@ impl Flat {
 /// about the type's range.
 pub fn scale_of(c: &Case, side: usize, seq: usize, key: usize, head: usize) -> f32 {
     let page = c.page_size.map_or(0, |p| key / p);
+    // What lies in keys has their scales.
+    let side = if c.heads.values_in_keys { 0 } else { side };
     let (seq, key, head) = match c.kv_scales {
         ScaleGrain::None => return 1.0,
         ScaleGrain::Tensor => (0, 0, 0),
@@ -112,7 +114,8 @@ pub struct ScaleLayout {
 impl ScaleLayout {
     fn new(c: &Case, poison: f32, strides: Strides, places: usize) -> ScaleLayout {
         let all = if c.kv_scales == ScaleGrain::None { 0 } else { places };
-        let mut layout = ScaleLayout { k: vec![poison; all], v: vec![poison; all], strides };
+        let values = if c.heads.values_in_keys { 0 } else { all };
+        let mut layout = ScaleLayout { k: vec![poison; all], v: vec![poison; values], strides };
         if matches!(c.kv_scales, ScaleGrain::Tensor | ScaleGrain::Head) {
             for head in 0..c.heads.num_kv_heads {
                 layout.set(c, 0, 0, head, (scale_of(c, 0, 0, 0, head), scale_of(c, 1, 0, 0, head)));
@@ -164,7 +167,10 @@ impl ScaleLayout {
             ScaleGrain::Token => page * s.page + slot * s.token + head * s.head,
             ScaleGrain::Page => page * s.page + head * s.head,
         };
-        (self.k[at], self.v[at]) = (k, v);
+        self.k[at] = k;
+        if let Some(place) = self.v.get_mut(at) {
+            *place = v;
+        }
     }
 
     pub fn args(&self) -> KvScales<'_> {

@@ -131,12 +131,9 @@ fn head_shape(
     let num_q_heads = gguf.need_uint(&key("attention.head_count"))?;
     let num_kv_heads = gguf.size_or(&key("attention.head_count_kv"), num_q_heads)?;
     let even = hidden_size.checked_div(num_q_heads).unwrap_or(0);
-    let shape = HeadShape {
-        num_q_heads,
-        num_kv_heads,
-        head_dim_qk: gguf.size_or(&key("attention.key_length"), even)?,
-        head_dim_v: gguf.size_or(&key("attention.value_length"), even)?,
-    };
+    let head_dim_qk = gguf.size_or(&key("attention.key_length"), even)?;
+    let head_dim_v = gguf.size_or(&key("attention.value_length"), even)?;
+    let shape = HeadShape::with_widths(num_q_heads, num_kv_heads, head_dim_qk, head_dim_v);
     let rotated = gguf.size_or(&key("rope.dimension_count"), shape.head_dim_qk)?;
     if rotated != shape.head_dim_qk {
         let supported = format!("the whole head, {}", shape.head_dim_qk);
