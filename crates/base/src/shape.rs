@@ -75,11 +75,7 @@ impl HeadShape {
 
     /// Elements stored a token and kv head: key and value, or a key that holds its value. At the widest where a sum would not fit.
     pub const fn kv_width(&self) -> usize {
-        if self.values_in_keys {
-            self.head_dim_qk
-        } else {
-            self.head_dim_qk.saturating_add(self.head_dim_v)
-        }
+        if self.values_in_keys { self.head_dim_qk } else { self.head_dim_qk.saturating_add(self.head_dim_v) }
     }
 
     /// Query heads per key/value head (1 = MHA, `num_q_heads` = MQA).
