@@ -23,6 +23,13 @@ pub struct Strides {
     pub page: usize,
 }
 
+impl From<(usize, usize)> for Strides {
+    /// (token, head) strides, without pages.
+    fn from((token, head): (usize, usize)) -> Strides {
+        Strides { token, head, page: 0 }
+    }
+}
+
 /// The buffers of one call. Queries of all sequences are packed in schedule order; so are contiguous keys and values.
 #[derive(Debug)]
 pub struct Args<'a> {

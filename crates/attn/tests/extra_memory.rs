@@ -93,9 +93,11 @@ fn backward(heads: HeadShape, narrow: bool) {
         let [dq, dk, dv] = grads.each_mut().map(|(w, s)| if narrow { BufMut::Bf16(s) } else { BufMut::F32(w) });
         let s = (heads.num_q_heads * d, d);
         let args = BackwardArgs {
-            q: read(), q_strides: s, k: read(), k_strides: s, v: read(), v_strides: s, out: read(), out_strides: s,
+            q: read(), q_strides: s, k: read(), k_strides: s.into(), v: read(), v_strides: s.into(),
+page_table: &[],
+page_table_stride: 0, out: read(), out_strides: s,
             lse: &lse, d_out: read(), d_out_strides: s, d_lse: None, extras: Extras::default(), d_sinks: None, d_bias: None,
-            dq, dq_strides: s, dk, dk_strides: s, dv, dv_strides: s,
+            dq, dq_strides: s, dk, dk_strides: s.into(), dv, dv_strides: s.into(),
         };
         run_backward(&plan, args, &mut ws, &mut [BackwardBooks::default()]).unwrap();
     });

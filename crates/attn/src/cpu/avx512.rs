@@ -235,12 +235,12 @@ pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
     unsafe { backward::run_with::<Zmm, 4>(t) }
 }
 
-/// A plain read of memory.
+/// A plain read of memory, or multiply-adds.
 ///
 /// # Safety
 /// On a processor with these features.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
-pub(crate) unsafe fn read(data: &[f32]) -> f32 {
+pub(crate) unsafe fn probe(probe: super::probe::Probe<'_>) -> (f32, u64) {
     // SAFETY: forwarded.
-    unsafe { super::stream::read_with::<Zmm>(data) }
+    unsafe { super::probe::run_with::<Zmm>(probe) }
 }

@@ -205,12 +205,12 @@ pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
     unsafe { backward::run_with::<Quad, 4>(t) }
 }
 
-/// A plain read of memory.
+/// A plain read of memory, or multiply-adds.
 ///
 /// # Safety
 /// On a processor with these features.
 #[target_feature(enable = "neon")]
-pub(crate) unsafe fn read(data: &[f32]) -> f32 {
+pub(crate) unsafe fn probe(probe: super::probe::Probe<'_>) -> (f32, u64) {
     // SAFETY: forwarded.
-    unsafe { super::stream::read_with::<Quad>(data) }
+    unsafe { super::probe::run_with::<Quad>(probe) }
 }

@@ -393,7 +393,11 @@ fn plain_row_f32(c: &Case, spec: &Spec<'_>, len: SeqLen, i: usize, h: usize, q: 
 
 /// One rounding.
 pub fn unit(dtype: DType) -> f64 {
-    if dtype == DType::F32 { 2f64.powi(-23) } else { 2f64.powi(-8) }
+    match dtype {
+        DType::F32 => 2f64.powi(-23),
+        DType::F16 => 2f64.powi(-10),
+        _ => 2f64.powi(-8),
+    }
 }
 
 /// Whether scores are worked on after they were rounded once: then the rule takes one more rounding of the largest score, by which any
