@@ -68,10 +68,10 @@ unsafe impl Vector for Ymm {
         }
     }
     #[inline(always)]
-    unsafe fn load_bf16_pair(p: *const bf16) -> (Ymm, Ymm) {
+    unsafe fn bf16_halves(self) -> (Ymm, Ymm) {
         // SAFETY: as Vector.
         unsafe {
-            let x = _mm256_loadu_si256(p.cast());
+            let x = _mm256_castps_si256(self.0);
             let odd = _mm256_and_si256(x, _mm256_set1_epi32(0xffff_0000u32 as i32));
             (Ymm(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(x))), Ymm(_mm256_castsi256_ps(odd)))
         }

@@ -62,10 +62,10 @@ unsafe impl Vector for Zmm {
         unsafe { widen(_mm256_maskz_loadu_epi16(low(n), p.cast())) }
     }
     #[inline(always)]
-    unsafe fn load_bf16_pair(p: *const bf16) -> (Zmm, Zmm) {
+    unsafe fn bf16_halves(self) -> (Zmm, Zmm) {
         // SAFETY: as Vector.
         unsafe {
-            let x = _mm512_loadu_si512(p.cast());
+            let x = _mm512_castps_si512(self.0);
             let odd = _mm512_and_si512(x, _mm512_set1_epi32(0xffff_0000u32 as i32));
             (Zmm(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(x))), Zmm(_mm512_castsi512_ps(odd)))
         }

@@ -58,10 +58,10 @@ unsafe impl Vector for Quad {
         }
     }
     #[inline(always)]
-    unsafe fn load_bf16_pair(p: *const bf16) -> (Quad, Quad) {
+    unsafe fn bf16_halves(self) -> (Quad, Quad) {
         // SAFETY: as Vector.
         unsafe {
-            let x = vreinterpretq_u32_u16(vld1q_u16(p.cast()));
+            let x = vreinterpretq_u32_f32(self.0);
             let even = vreinterpretq_f32_u32(vshlq_n_u32::<16>(x));
             let odd = vreinterpretq_f32_u32(vandq_u32(x, vdupq_n_u32(0xffff_0000)));
             (Quad(even), Quad(odd))
