@@ -2,6 +2,8 @@
 
 mod ask;
 mod attn_bench;
+#[cfg(feature = "cuda")]
+mod attn_cuda;
 mod cmd_bench;
 mod cmd_demo;
 mod cmd_doctor;

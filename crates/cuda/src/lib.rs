@@ -17,6 +17,8 @@
 
 pub mod attention;
 pub mod driver;
+pub mod plan;
+pub mod shapes;
 pub mod tensor_map;
 #[doc(hidden)]
 #[allow(missing_docs)]
@@ -35,6 +37,9 @@ pub enum Error {
     /// A shape or stride that no kernel here takes.
     #[error("{field}: {asked} asked; supported: {supported}")]
     Unsupported { field: &'static str, asked: String, supported: &'static str },
+    /// A plan or a call that no kernel here takes.
+    #[error(transparent)]
+    Bad(#[from] suanpan_base::BadArgument),
     /// The driver refused a call.
     #[error("{call}: {source}")]
     Driver { call: &'static str, source: cudarc::driver::DriverError },

@@ -224,6 +224,18 @@ pub fn tiled(heads: HeadShape, mask: Mask, len: SeqLen, dtype: DType, tile_q: us
     }
 }
 
+/// Entry of one sequence where a cache behind the tiles holds what they share: `keys` keys and values, q, o and lse once each.
+pub fn once(heads: HeadShape, keys: usize, len: SeqLen, (q_dtype, kv_dtype): (DType, DType)) -> Entry {
+    let q_rows = len.seqlen_q * heads.num_q_heads;
+    let q_bytes = q_dtype.bytes_of(q_rows * heads.head_dim_qk) as u64;
+    Entry {
+        flops: 0,
+        device_read_bytes: kv_write_bytes(heads, keys, kv_dtype) + q_bytes,
+        device_write_bytes: (q_dtype.bytes_of(q_rows * heads.head_dim_v) + 4 * q_rows) as u64,
+        link_bytes: 0,
+    }
+}
+
 /// What plain attention puts into device memory for one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Plain {
