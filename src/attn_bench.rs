@@ -265,7 +265,7 @@ impl Memory {
     fn scales(&self) -> KvScales<'_> {
         match self {
             Memory::Quantised { k, v, scale_strides: s, .. } => {
-                KvScales { k: &k.1, k_strides: *s, v: &v.1, v_strides: *s }
+                KvScales { k: Buf::F32(&k.1), k_strides: *s, v: Buf::F32(&v.1), v_strides: *s }
             }
             _ => KvScales::default(),
         }

@@ -61,7 +61,7 @@ fn question(engine: &EngineHandle, hay: &Haystack, i: usize, show_bar: bool) -> 
     let max_tokens = hay.answer(i).len() + 2;
     let params =
         SamplingParams { temperature: 0.0, max_tokens: Some(max_tokens), ..SamplingParams::default() };
-    let request = Request { id: format!("question-{i}"), prompt, params, namespace: 0 };
+    let request = Request { id: format!("question-{i}"), prompt, params, ..Request::default() };
     let bar = show_bar.then(engine_flags::prefill_bar);
     let answer = ask::ask(engine, request, |progress| {
         if let (Some(bar), Progress::Prefill { computed, known }) = (&bar, progress) {

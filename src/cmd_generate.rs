@@ -76,7 +76,7 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         ignore_eos: args.ignore_eos,
         ..SamplingParams::default()
     };
-    let request = Request { id: "generate".into(), prompt, params, namespace: 0 };
+    let request = Request { id: "generate".into(), prompt, params, ..Request::default() };
     let bar = engine_flags::prefill_bar();
     let mut out = std::io::stdout();
     let answer = ask::ask(&engine, request, |progress| match progress {

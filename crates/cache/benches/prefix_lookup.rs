@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use suanpan_base::{DType, HeadShape};
-use suanpan_cache::{KvStorage, LayerShape, PagePool, PageTable, PrefixCache};
+use suanpan_cache::{EvictionPolicy, Hit, KvStorage, LayerShape, PagePool, PageTable, PrefixCache};
 
 const PAGE_SIZE: usize = 16;
 const PROMPT: usize = 131_072;
@@ -31,18 +31,18 @@ fn prompt(n: u32, len: usize) -> Vec<u32> {
 fn lookups() {
     let pages = (PROMPT / PAGE_SIZE) * (OTHERS + 2);
     let pool = PagePool::new(pages, PAGE_SIZE).unwrap();
-    let mut cache = PrefixCache::new(pool.clone(), true);
+    let mut cache = PrefixCache::new(pool.clone(), true, EvictionPolicy::Lru);
     for n in 0..OTHERS as u32 {
         let tokens = prompt(n, PROMPT);
         let mut table = PageTable::new(&pool);
-        cache.lookup(0, &tokens).into_iter().for_each(|page| table.push_shared(page));
+        table.push_hit(cache.lookup(0, &tokens));
         table.reserve(PROMPT).unwrap();
-        cache.insert(0, &tokens, table.pages());
+        cache.insert(0, &tokens, table.pages(), 0);
     }
     let tokens = prompt(7, PROMPT + 1);
-    assert_eq!(cache.lookup(0, &tokens).len(), PROMPT / PAGE_SIZE);
+    assert_eq!(cache.lookup(0, &tokens).pages.len(), PROMPT / PAGE_SIZE);
     println!("prefix tree of {} pages, prompt of {PROMPT} tokens:", cache.cached_pages());
-    let mut held = Vec::new();
+    let mut held = Hit::default();
     let hit = median_us(51, || held = cache.lookup(0, black_box(&tokens)));
     println!("  lookup, one prompt again and again  {hit:8.1} us (with the last hit's release)");
     let mut n = 0;

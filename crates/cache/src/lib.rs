@@ -12,7 +12,7 @@ pub mod radix;
 pub mod storage;
 
 pub use books::CacheBooks;
-pub use page_table::{OutOfPages, PageTable};
+pub use page_table::{OutOfPages, PageCopy, PageTable};
 pub use pool::{Imbalance, PageHandle, PagePool};
-pub use radix::PrefixCache;
+pub use radix::{EvictionPolicy, Hit, PartialPage, PrefixCache};
 pub use storage::{KvStorage, LayerShape};

@@ -160,6 +160,12 @@ impl KvStorage {
         shape.bytes(slots.len())
     }
 
+    /// Copies a page whole, scales and all. Panics on an id past the storage.
+    pub fn copy_page(&mut self, from: u32, to: u32) {
+        let at = |page: u32| page as usize * self.bytes_per_page;
+        self.map.copy_within(at(from)..at(from) + self.bytes_per_page, at(to));
+    }
+
     /// Bytes from the start of a page to the first element of a side.
     fn offset(&self, layer: usize, side: Side) -> usize {
         let Layer { shape, offset } = &self.layers[layer];

@@ -4,7 +4,7 @@ use std::fmt;
 
 use suanpan_base::error::checked_product;
 use suanpan_base::{BadArgument, DType};
-use suanpan_cache::LayerShape;
+use suanpan_cache::{EvictionPolicy, LayerShape};
 use suanpan_cache::memory::HostMemory;
 use suanpan_model::ModelConfig;
 use suanpan_ops::Precision;
@@ -46,6 +46,8 @@ pub struct EngineOptions {
     pub precision: Precision,
     /// Keep computed prefixes for later requests.
     pub enable_prefix_caching: bool,
+    /// Which cached prefixes go first when pages are needed.
+    pub prefix_cache_eviction: EvictionPolicy,
     /// Preemptions after which a request keeps its pages to the end.
     pub max_preemptions: u32,
     /// Younger requests that may pass one that does not fit.
@@ -69,6 +71,7 @@ impl Default for EngineOptions {
             threads: 0,
             precision: Precision::Int16,
             enable_prefix_caching: true,
+            prefix_cache_eviction: s.eviction,
             max_preemptions: s.max_preemptions,
             max_overtaken: s.max_overtaken,
             seed: None,
@@ -130,6 +133,7 @@ impl EngineOptions {
             long_prefill_token_threshold: self.long_prefill_token_threshold,
             max_preemptions: self.max_preemptions,
             max_overtaken: self.max_overtaken,
+            eviction: self.prefix_cache_eviction,
         }
     }
 

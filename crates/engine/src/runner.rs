@@ -15,6 +15,8 @@ pub(crate) const MAX_LOGIT_ROWS: usize = suanpan_model::forward::MAX_LOGIT_ROWS;
 
 /// Runs steps over a KV cache of its own. Simulators and fault-injection tests bring theirs.
 pub trait StepModel: Send {
+    /// Copies the pages `(from, to)`, in order, before the next step writes.
+    fn copy_pages(&mut self, copies: &[(u32, u32)]) -> Result<(), ModelError>;
     /// Computes the batch's new tokens.
     fn step(&mut self, batch: &StepBatch) -> Result<(), ModelError>;
     /// Logits `[rows, vocab_size]` of some logit rows of the last step; at most 64 at once.
@@ -63,6 +65,11 @@ impl Resident {
 }
 
 impl StepModel for Resident {
+    fn copy_pages(&mut self, copies: &[(u32, u32)]) -> Result<(), ModelError> {
+        copies.iter().for_each(|&(from, to)| self.storage.copy_page(from, to));
+        Ok(())
+    }
+
     fn step(&mut self, batch: &StepBatch) -> Result<(), ModelError> {
         self.executor.step(batch, &mut self.storage)
     }

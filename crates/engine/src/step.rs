@@ -125,8 +125,18 @@ impl Engine {
         let output =
             Output::new(&request, max_outputs, &config.eos_token_ids, &self.model.tokenizer, own_seed);
         let reuse_prefix = request.params.prompt_logprobs.is_none();
-        let Request { prompt, namespace, .. } = request;
-        self.scheduler.submit(SeqSpec { key, namespace, prompt, max_total, reuse_prefix })?;
+        let Request { prompt, namespace, cache_priority, .. } = request;
+        // A choice that draws nothing, or whose prompt is to be scored, has to see the prompt itself.
+        let fork_of = request.fork_of.filter(|_| reuse_prefix && max_outputs > 0);
+        self.scheduler.submit(SeqSpec {
+            key,
+            namespace,
+            prompt,
+            max_total,
+            reuse_prefix,
+            fork_of,
+            cache_priority,
+        })?;
         self.outputs.insert(key, output);
         self.next_key = key.0 + 1;
         Ok(())
@@ -187,6 +197,8 @@ impl Engine {
         }
         self.fill_batch(events);
         let start = Instant::now();
+        self.runner.copy_pages(&self.schedule.copies)?;
+        self.scheduler.copied();
         self.runner.step(&self.batch)?;
         self.totals.model_took(start.elapsed(), self.batch.tokens.len());
         let chunks = std::mem::take(&mut self.schedule.chunks);
@@ -255,18 +267,31 @@ impl Engine {
         let rows = std::mem::take(&mut self.rows);
         for (block, tasks) in rows.chunks(MAX_LOGIT_ROWS).enumerate() {
             let first = block * MAX_LOGIT_ROWS;
-            let Engine { runner, outputs, scratch, .. } = &mut *self;
+            let Engine { runner, outputs, scratch, scheduler, .. } = &mut *self;
             let logits = runner.logits(first..first + tasks.len());
             let mut drawn = Vec::new();
             for (row, logits) in tasks.iter().zip(logits.chunks_exact(vocab)) {
                 let chunk = &chunks[row.chunk];
                 let Some(output) = outputs.get_mut(&chunk.key) else { continue };
-                drawn.push((chunk.key, read_row(output, chunk, row.position, logits, scratch, events)));
+                if let Err(fault) = score_row(output, chunk.key, row.position, logits, events) {
+                    drawn.push((chunk.key, Err(fault)));
+                    continue;
+                }
+                if !chunk.completes || row.position + 1 != chunk.cached_len + chunk.extend_len {
+                    continue;
+                }
+                let forks = if output.draws_nothing() { Vec::new() } else { scheduler.fork(chunk.key) };
+                for key in std::iter::once(chunk.key).chain(forks) {
+                    let Some(output) = outputs.get_mut(&key).filter(|o| !o.draws_nothing()) else { continue };
+                    if key != chunk.key {
+                        events.extend(scheduler.progress(key).map(|progress| progress.event(key)));
+                    }
+                    drawn.push((key, draw_row(output, key, logits, scratch, events)));
+                }
             }
             for (key, result) in drawn {
                 match result {
-                    Ok(None) => {}
-                    Ok(Some((token, end))) => self.drew(key, token, end, events),
+                    Ok((token, end)) => self.drew(key, token, end, events),
                     Err(fault) => self.fail_one(key, fault, events),
                 }
             }
@@ -331,33 +356,35 @@ impl Engine {
     }
 }
 
-/// Uses one row of logits: scores the prompt token after it, or draws the next token and tells about it.
-fn read_row(
+/// Scores the prompt token after `position`, if it is to be scored.
+fn score_row(
     output: &mut Output,
-    chunk: &Chunk,
+    key: RequestKey,
     position: usize,
+    logits: &[f32],
+    events: &mut Vec<Event>,
+) -> Result<(), LogitFault> {
+    let Some(score) = output.score(position, logits)? else { return Ok(()) };
+    match events.last_mut() {
+        Some(Event::PromptLogprobs { key: last, positions, .. }) if *last == key => positions.push(Some(score)),
+        _ => {
+            let positions = vec![Some(score)];
+            events.push(Event::PromptLogprobs { key, first_position: position + 1, positions });
+        }
+    }
+    Ok(())
+}
+
+/// Draws the next token and tells about it.
+fn draw_row(
+    output: &mut Output,
+    key: RequestKey,
     logits: &[f32],
     scratch: &mut Scratch,
     events: &mut Vec<Event>,
-) -> Result<Option<(u32, Option<End>)>, LogitFault> {
-    let key = chunk.key;
-    if let Some(score) = output.score(position, logits)? {
-        match events.last_mut() {
-            Some(Event::PromptLogprobs { key: last, positions, .. }) if *last == key => {
-                positions.push(Some(score))
-            }
-            _ => {
-                let positions = vec![Some(score)];
-                events.push(Event::PromptLogprobs { key, first_position: position + 1, positions });
-            }
-        }
-    }
-    let is_last = chunk.completes && position + 1 == chunk.cached_len + chunk.extend_len;
-    if !is_last || output.draws_nothing() {
-        return Ok(None);
-    }
+) -> Result<(u32, Option<End>), LogitFault> {
     let drawn = output.draw(logits, scratch)?;
     let logprobs = drawn.logprobs.into_iter().collect();
     events.push(Event::Token { key, tokens: vec![drawn.token], text: drawn.text, logprobs });
-    Ok(Some((drawn.token, drawn.end)))
+    Ok((drawn.token, drawn.end))
 }

@@ -58,6 +58,10 @@ enum Fault {
 }
 
 impl StepModel for Gated {
+    fn copy_pages(&mut self, copies: &[(u32, u32)]) -> Result<(), ModelError> {
+        self.inner.copy_pages(copies)
+    }
+
     fn step(&mut self, batch: &StepBatch) -> Result<(), ModelError> {
         while !self.open.load(Ordering::Acquire) {
             thread::yield_now();

@@ -41,7 +41,7 @@ pub fn tokens(text: &str) -> Vec<u32> {
 }
 
 pub fn request(prompt: &str, params: SamplingParams) -> Request {
-    Request { id: "test".into(), prompt: tokens(prompt), params, namespace: 0 }
+    Request { id: "test".into(), prompt: tokens(prompt), params, ..Request::default() }
 }
 
 /// Greedy, past end tokens, exactly `n` tokens.
@@ -140,6 +140,10 @@ impl<F: FnMut(u32, usize) -> Vec<f32> + Send + 'static> Scripted<F> {
 }
 
 impl<F: FnMut(u32, usize) -> Vec<f32> + Send> StepModel for Scripted<F> {
+    fn copy_pages(&mut self, _: &[(u32, u32)]) -> Result<(), ModelError> {
+        Ok(())
+    }
+
     fn step(&mut self, batch: &StepBatch) -> Result<(), ModelError> {
         self.batch.clone_from(batch);
         self.books = batch.seqs.iter().map(|s| self.predicted(s)).collect();
