@@ -34,7 +34,10 @@ fn a_prompt_sent_again_computes_one_token() {
         // Position len - 1 begins a page of its own where the hit ends with one.
         assert_eq!(copy.is_some(), (len - 1) % PAGE != 0);
         if let Some(copy) = &copy {
-            assert_eq!((copy.from.id(), copy.to), (first.ids()[(len - 1) / PAGE], second.ids()[(len - 1) / PAGE]));
+            assert_eq!(
+                (copy.from.id(), copy.to),
+                (first.ids()[(len - 1) / PAGE], second.ids()[(len - 1) / PAGE])
+            );
         }
         drop(copy);
         assert_eq!(cache.insert(0, &tokens, second.pages(), 0), 0);

@@ -209,7 +209,8 @@ fn the_least_recently_used_prefix_goes_first_and_shared_heads_last() {
         drop(run(&pool, &mut cache, &branch(n)));
     }
     assert_eq!(cache.cached_pages(), 5);
-    let found = |cache: &mut PrefixCache, n: u32| cache.lookup(0, &[&branch(n)[..], &[0]].concat()).pages.len();
+    let found =
+        |cache: &mut PrefixCache, n: u32| cache.lookup(0, &[&branch(n)[..], &[0]].concat()).pages.len();
     assert_eq!(found(&mut cache, 1), 3);
     assert_eq!(cache.evict(1), 1);
     let hits = [1, 2, 3].map(|n| found(&mut cache, n));

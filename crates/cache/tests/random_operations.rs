@@ -28,6 +28,8 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (i.clone(), n.clone()).prop_map(|(table, tokens)| Op::Fork { table, tokens }),
         1 => i.clone().prop_map(Op::Preempt),
         5 => i.clone().prop_map(Op::DropTable),
+        1 => i.clone().prop_map(Op::SwapOut),
+        1 => (i.clone(), 0usize..12).prop_map(|(swapped, fails_at)| Op::SwapIn { swapped, fails_at }),
         1 => (namespace, tokens(), i.clone()).prop_map(|(namespace, tokens, page)| Op::HoldPart { namespace, tokens, page }),
         1 => n.prop_map(Op::Evict),
     ]
@@ -67,7 +69,7 @@ impl Random {
 
     fn op(&mut self) -> Op {
         let (i, n, namespace) = (self.below(64), self.below(14), self.below(2) as u64);
-        match self.below(40) {
+        match self.below(42) {
             0 => Op::Alloc,
             1 => Op::Share(i),
             2..=3 => Op::DropHandle(i),
@@ -81,6 +83,8 @@ impl Random {
             31..=36 => Op::Chunk { table: i, tokens: n },
             37 => Op::Preempt(i),
             38 => Op::HoldPart { namespace, tokens: self.tokens(), page: i },
+            39 => Op::SwapOut(i),
+            40 => Op::SwapIn { swapped: i, fails_at: self.below(8) },
             _ if self.below(200) == 0 => Op::Clear,
             _ => Op::Evict(n),
         }
@@ -101,7 +105,13 @@ fn long_run_of_random_operations_leaks_nothing() {
         }
         let seen = world.seen;
         let least = [seen.hit_pages, seen.partial_hits, seen.copies, seen.evicted_pages];
-        let rare = [seen.duplicate_pages, seen.refused_reservations, seen.preemptions];
+        let rare = [
+            seen.duplicate_pages,
+            seen.refused_reservations,
+            seen.preemptions,
+            seen.swapped_in,
+            seen.failed_copies,
+        ];
         assert!(least.iter().all(|&n| n > ops / 200) && rare.iter().all(|&n| n > ops / 2000), "{seen:?}");
         assert!(seen.forgotten_pages > ops / 100_000, "{seen:?}");
         world.finish();

@@ -15,7 +15,9 @@
 use std::collections::VecDeque;
 
 use suanpan_base::BadArgument;
-use suanpan_cache::{CacheBooks, EvictionPolicy, Hit, Imbalance, OutOfPages, PageCopy, PagePool, PrefixCache};
+use suanpan_cache::{
+    CacheBooks, EvictionPolicy, Hit, Imbalance, OutOfPages, PageCopy, PagePool, PrefixCache,
+};
 
 use crate::request::{Event, RequestKey};
 use crate::sequence::Seq;
@@ -151,7 +153,6 @@ pub struct Scheduler {
     running: Vec<Seq>,
     /// In order of arrival.
     waiting: VecDeque<Seq>,
-    newest: Option<RequestKey>,
     /// Copies of the schedule under way: they keep their sources from being handed out.
     copying: Vec<PageCopy>,
     /// Rises whenever pages come back or become shareable; a request that did not fit is not tried again before.
@@ -192,23 +193,34 @@ impl Scheduler {
             prefix,
             running: Vec::with_capacity(opts.max_num_seqs),
             waiting: VecDeque::new(),
-            newest: None,
             copying: Vec::new(),
             supply: 0,
             totals: SchedulerTotals::default(),
         })
     }
 
-    /// Queues a request. Refused: one that could not run even alone, and keys out of order.
+    /// Queues a request. Refused: one that could not run even alone, and keys in use.
     pub fn submit(&mut self, spec: SeqSpec) -> Result<(), BadArgument> {
-        check_fits(spec.prompt.len(), spec.max_total, &self.pool)?;
-        self.check_fork(&spec)?;
-        if self.newest.is_some_and(|newest| spec.key <= newest) {
-            return Err(BadArgument::new(OP, "key", spec.key.0, "a key above every earlier one"));
-        }
-        self.newest = Some(spec.key);
-        self.waiting.push_back(Seq::new(spec, &self.pool));
+        self.check_submit(&spec)?;
+        // One that was held back for its pages comes later than its key says.
+        let place = self.waiting.partition_point(|s| s.key < spec.key);
+        self.waiting.insert(place, Seq::new(spec, &self.pool));
         Ok(())
+    }
+
+    /// What [`Scheduler::submit`] would refuse.
+    pub fn check_submit(&self, spec: &SeqSpec) -> Result<(), BadArgument> {
+        check_fits(spec.prompt.len(), spec.max_total, &self.pool)?;
+        self.check_fork(spec)?;
+        if self.find(spec.key).is_some() {
+            return Err(BadArgument::new(OP, "key", spec.key.0, "a key that no request has"));
+        }
+        Ok(())
+    }
+
+    /// The end of a request that was never submitted.
+    pub fn close_unseen(&self, spec: SeqSpec) -> Closed {
+        Seq::new(spec, &self.pool).close(self.pool.page_size(), false)
     }
 
     /// Plans the next step into `out`. Every chunk must then be computed and confirmed by [`Scheduler::computed`].
@@ -232,9 +244,9 @@ impl Scheduler {
     }
 
     /// Makes a prompt that is complete visible to the prefix cache. Called once its logits have been looked at: what a broken
-    /// prompt left in its pages must not reach others.
-    pub fn publish_prompt(&mut self, key: RequestKey) {
-        let Some(at) = self.running_at(key) else { return };
+    /// prompt left in its pages must not reach others. True the first time.
+    pub fn publish_prompt(&mut self, key: RequestKey) -> bool {
+        let Some(at) = self.running_at(key) else { return false };
         let seq = &mut self.running[at];
         if !seq.published && seq.computed >= seq.prompt_len {
             seq.published = true;
@@ -242,7 +254,9 @@ impl Scheduler {
             let prompt = &seq.tokens[..seq.prompt_len];
             self.prefix.insert(seq.namespace, prompt, seq.pages.pages(), seq.cache_priority);
             self.supply += 1;
+            return true;
         }
+        false
     }
 
     /// Adds a drawn token to a running request.
@@ -284,6 +298,11 @@ impl Scheduler {
         let seq = &self.running[self.running_at(key)?];
         let cached_tokens = seq.cached_tokens.unwrap_or(0);
         Some(Progress { cached_tokens, computed_tokens: seq.computed, known_tokens: seq.tokens.len() })
+    }
+
+    /// The namespace of a running request.
+    pub fn namespace(&self, key: RequestKey) -> Option<u64> {
+        self.running_at(key).map(|at| self.running[at].namespace)
     }
 
     /// Requests that hold pages.

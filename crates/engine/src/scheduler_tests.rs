@@ -139,7 +139,10 @@ impl Sim {
             );
         }
         for position in chunk.cached_len..chunk.cached_len + chunk.extend_len {
-            assert!(!seq.pages.is_borrowed(position / self.scheduler.pool.page_size()), "{chunk:?} writes a borrowed page");
+            assert!(
+                !seq.pages.is_borrowed(position / self.scheduler.pool.page_size()),
+                "{chunk:?} writes a borrowed page"
+            );
             self.slots[seq.pages.slot(position) as usize] = digests[position];
         }
         *self.counted.entry(chunk.key).or_insert(0) += chunk.extend_len;
@@ -186,7 +189,11 @@ impl Sim {
             let outputs = spec.max_total - spec.prompt.len();
             assert_eq!(closed.tokens, solo(spec.namespace, &spec.prompt, outputs), "{key:?}");
             assert_eq!(closed.pages_peak, closed.pages_predicted, "{key:?}");
-            assert_eq!(self.counted.get(key).copied().unwrap_or(0), closed.computed_tokens_predicted, "{key:?}");
+            assert_eq!(
+                self.counted.get(key).copied().unwrap_or(0),
+                closed.computed_tokens_predicted,
+                "{key:?}"
+            );
             assert!(closed.preemptions <= self.scheduler.opts.max_preemptions);
         }
         self.scheduler.clear_prefix_cache();
@@ -215,8 +222,14 @@ fn arrivals(capacity: usize) -> impl Strategy<Value = Vec<Arrival>> {
             .map(|i| if i < tail { (i as u32 * 7 + family) % 5 } else { own as u32 + family })
             .collect::<Vec<u32>>()
     });
-    let one =
-        (0..4usize, 0..2u64, prompt, any::<prop::sample::Index>(), prop::option::weighted(0.3, 0..12usize), 1..4usize);
+    let one = (
+        0..4usize,
+        0..2u64,
+        prompt,
+        any::<prop::sample::Index>(),
+        prop::option::weighted(0.3, 0..12usize),
+        1..4usize,
+    );
     let one = one.prop_map(move |(after_steps, namespace, prompt, outputs, abort_after, choices)| {
         let most = capacity + 1 - prompt.len();
         Arrival { after_steps, namespace, outputs: outputs.index(most) + 1, prompt, abort_after, choices }
@@ -227,17 +240,19 @@ fn arrivals(capacity: usize) -> impl Strategy<Value = Vec<Arrival>> {
 fn load() -> impl Strategy<Value = (usize, usize, SchedulerOptions, Vec<Arrival>)> {
     let eviction = prop::sample::select(&EvictionPolicy::ALL);
     let sizes = (2..14usize, 1..7usize, 1..6usize, 0..20usize, 0..6usize, 1..4u32, 0..5u32, eviction);
-    sizes.prop_flat_map(|(pages, page_size, seqs, extra, threshold, max_preemptions, max_overtaken, eviction)| {
-        let opts = SchedulerOptions {
-            max_num_seqs: seqs,
-            max_num_batched_tokens: seqs + extra,
-            long_prefill_token_threshold: threshold,
-            max_preemptions,
-            max_overtaken,
-            eviction,
-        };
-        arrivals(pages * page_size).prop_map(move |a| (pages, page_size, opts, a))
-    })
+    sizes.prop_flat_map(
+        |(pages, page_size, seqs, extra, threshold, max_preemptions, max_overtaken, eviction)| {
+            let opts = SchedulerOptions {
+                max_num_seqs: seqs,
+                max_num_batched_tokens: seqs + extra,
+                long_prefill_token_threshold: threshold,
+                max_preemptions,
+                max_overtaken,
+                eviction,
+            };
+            arrivals(pages * page_size).prop_map(move |a| (pages, page_size, opts, a))
+        },
+    )
 }
 
 proptest! {
@@ -427,7 +442,12 @@ fn c22_choices_share_the_prompt_and_copy_only_the_last_page() {
     for key in others {
         assert_eq!((sim.done[&key].cached_tokens, sim.counted[&key]), (20, 5));
     }
-    let refused = SeqSpec { key: RequestKey(99), prompt: vec![1; 3], fork_of: Some(RequestKey(98)), ..sim.specs[&first].clone() };
+    let refused = SeqSpec {
+        key: RequestKey(99),
+        prompt: vec![1; 3],
+        fork_of: Some(RequestKey(98)),
+        ..sim.specs[&first].clone()
+    };
     sim.scheduler.submit(SeqSpec { key: RequestKey(98), ..refused.clone() }).unwrap();
     sim.scheduler.submit(SeqSpec { prompt: vec![2; 3], ..refused.clone() }).unwrap_err();
     assert!(sim.scheduler.abort(RequestKey(98)).is_some());
@@ -440,7 +460,9 @@ fn choices_survive_preemption_and_the_end_of_the_first() {
         let mut sim = Sim::new(9, 4, opts(8, 64));
         let prompt: Vec<u32> = (0..10).map(|i| i % 5).collect();
         let first = sim.submit(0, &prompt, 16);
-        (0..3).for_each(|_| drop(sim.submit_fork(0, &prompt, 16, Some(first))));
+        for _ in 0..3 {
+            sim.submit_fork(0, &prompt, 16, Some(first));
+        }
         sim.step();
         if abort_first {
             sim.abort(first);

@@ -9,7 +9,7 @@ use crate::request::RequestKey;
 /// A request as the scheduler sees it.
 #[derive(Clone, Debug)]
 pub struct SeqSpec {
-    /// Its name; must be above every earlier one.
+    /// Its name, and its place in the order of arrival.
     pub key: RequestKey,
     /// Prefix-cache namespace.
     pub namespace: u64,

@@ -62,6 +62,14 @@ impl StepModel for Gated {
         self.inner.copy_pages(copies)
     }
 
+    fn page(&self, page: u32) -> &[u8] {
+        self.inner.page(page)
+    }
+
+    fn page_mut(&mut self, page: u32) -> &mut [u8] {
+        self.inner.page_mut(page)
+    }
+
     fn step(&mut self, batch: &StepBatch) -> Result<(), ModelError> {
         while !self.open.load(Ordering::Acquire) {
             thread::yield_now();

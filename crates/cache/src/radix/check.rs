@@ -24,7 +24,10 @@ impl PrefixCache {
                 (full || begun, "tokens do not fill the pages"),
                 (is_root == node.pages.is_empty(), "only roots are empty"),
                 (!is_root || !node.children.is_empty(), "an empty namespace is kept"),
-                (is_leaf == self.leaves.contains(&(self.policy.rank(node), id)), "not in the order of eviction"),
+                (
+                    is_leaf == self.leaves.contains(&(self.policy.rank(node), id)),
+                    "not in the order of eviction",
+                ),
                 (neighbours.all(|(a, b)| !b.starts_with(a)), "one page is the beginning of another"),
             ];
             if let Some((_, fault)) = holds.iter().find(|(holds, _)| !holds) {

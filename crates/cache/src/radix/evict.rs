@@ -26,8 +26,7 @@ pub enum EvictionPolicy {
 
 impl EvictionPolicy {
     /// Every policy.
-    pub const ALL: [EvictionPolicy; 3] =
-        [EvictionPolicy::Lru, EvictionPolicy::Lfu, EvictionPolicy::Priority];
+    pub const ALL: [EvictionPolicy; 3] = [EvictionPolicy::Lru, EvictionPolicy::Lfu, EvictionPolicy::Priority];
 
     /// The name used in options.
     pub const fn name(self) -> &'static str {

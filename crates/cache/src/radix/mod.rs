@@ -103,11 +103,15 @@ impl PrefixCache {
             end
         };
         let partial = self.nearest_child(end, &tokens[reached.pages * page_size..usable]);
-        let partial = partial.map(|(child, tokens)| PartialPage {
-            page: self.nodes[child as usize].pages[0].share(),
-            tokens,
-        });
+        let partial = partial
+            .map(|(child, tokens)| PartialPage { page: self.nodes[child as usize].pages[0].share(), tokens });
         Hit { pages, partial }
+    }
+
+    /// How many whole pages `lookup` would find; renews and pins nothing.
+    pub fn peek(&self, namespace: u64, tokens: &[u32]) -> usize {
+        let limit = tokens.len().saturating_sub(1) / self.pool.page_size();
+        self.walk(namespace, tokens, limit).map_or(0, |reached| reached.pages)
     }
 
     /// Publishes the pages of `tokens` that are not cached yet, sharing them; `pages[i]` holds the tokens `i * page_size ..`,
@@ -125,13 +129,16 @@ impl PrefixCache {
         let reached = self.walk(namespace, tokens, tokens.len() / page_size);
         let matched = reached.as_ref().map_or(0, |r| r.pages);
         let rest = &tokens[matched * page_size..];
-        if let Some(covered) = reached.as_ref().filter(|_| rest.len() < page_size).and_then(|r| self.covering(r, rest)) {
+        if let Some(covered) =
+            reached.as_ref().filter(|_| rest.len() < page_size).and_then(|r| self.covering(r, rest))
+        {
             let end = self.end_at(&covered);
             self.touch(end, Use::Published(priority));
             return 0;
         }
         // A page that was published when less of it was filled, by this caller or by another.
-        let shorter = reached.as_ref().and_then(|r| self.shorter_child(r, &rest[..rest.len().min(page_size)]));
+        let shorter =
+            reached.as_ref().and_then(|r| self.shorter_child(r, &rest[..rest.len().min(page_size)]));
         let (new, added) = self.publish(&pages[matched..rest.len().div_ceil(page_size) + matched], shorter);
         if new.is_empty() {
             if let Some(reached) = reached.filter(|r| r.pages > 0) {
@@ -164,9 +171,11 @@ impl PrefixCache {
             }
         }
         let moved = new.len();
-        new.extend(pages[moved..].iter().map_while(|page| {
-            if page.pool().is_same(&self.pool) { page.publish() } else { None }
-        }));
+        new.extend(
+            pages[moved..]
+                .iter()
+                .map_while(|page| if page.pool().is_same(&self.pool) { page.publish() } else { None }),
+        );
         let added = new.len() - moved;
         (new, added)
     }

@@ -95,7 +95,8 @@ impl PrefixCache {
         let before = children.range::<[u32], _>((Bound::Unbounded, Bound::Included(tokens))).next_back();
         let after = children.range::<[u32], _>((Bound::Excluded(tokens), Bound::Unbounded)).next();
         let agree = |(key, &child): (&Box<[u32]>, &NodeId)| (common_prefix(key, tokens), child);
-        let (tokens, child) = before.map(agree).into_iter().chain(after.map(agree)).max_by_key(|&(n, _)| n)?;
+        let (tokens, child) =
+            before.map(agree).into_iter().chain(after.map(agree)).max_by_key(|&(n, _)| n)?;
         (tokens > 0).then_some((child, tokens))
     }
 
@@ -114,7 +115,8 @@ impl PrefixCache {
                 pages: pages + 1,
             });
         }
-        let (key, &child) = at.children.range::<[u32], _>((Bound::Included(tail), Bound::Unbounded)).next()?;
+        let (key, &child) =
+            at.children.range::<[u32], _>((Bound::Included(tail), Bound::Unbounded)).next()?;
         key.starts_with(tail).then_some(Reached { node: child, pages_in_node: 1, pages: pages + 1 })
     }
 

@@ -55,6 +55,13 @@ pub enum Op {
     Preempt(usize),
     /// Ends or is aborted.
     DropTable(usize),
+    /// Leaves, and the bytes of its whole pages are kept elsewhere.
+    SwapOut(usize),
+    /// Brings the bytes of a request swapped out back into the prefix cache; `fails_at` is the page whose copy fails, if it has so many.
+    SwapIn {
+        swapped: usize,
+        fails_at: usize,
+    },
     /// Holds one page out of the middle of a hit.
     HoldPart {
         namespace: u64,
@@ -73,11 +80,19 @@ struct Running {
     table: PageTable,
 }
 
+/// What is kept of a request elsewhere: its tokens and the contents of its whole pages.
+struct Swapped {
+    namespace: u64,
+    tokens: Vec<u32>,
+    pages: Vec<[u32; PAGE_SIZE]>,
+}
+
 pub struct World {
     pub pool: PagePool,
     pub cache: PrefixCache,
     running: Vec<Running>,
     handles: Vec<PageHandle>,
+    swapped: Vec<Swapped>,
     model: Model,
     /// The token in each slot.
     contents: Vec<u32>,
@@ -95,6 +110,8 @@ pub struct Seen {
     pub duplicate_pages: usize,
     pub refused_reservations: usize,
     pub preemptions: usize,
+    pub swapped_in: usize,
+    pub failed_copies: usize,
 }
 
 impl World {
@@ -106,6 +123,7 @@ impl World {
             cache,
             running: vec![],
             handles: vec![],
+            swapped: vec![],
             model: Model::new(policy),
             contents: vec![u32::MAX; num_pages * PAGE_SIZE],
             seen: Seen::default(),
@@ -141,6 +159,10 @@ impl World {
                     self.handles.push(page);
                 }
             }
+            Op::SwapIn { swapped, fails_at } if !self.swapped.is_empty() => {
+                let swapped = self.swapped.swap_remove(swapped % self.swapped.len());
+                self.swap_in(&swapped, *fails_at);
+            }
             Op::Evict(pages) => self.evict(*pages),
             Op::Clear => {
                 self.cache.clear();
@@ -162,7 +184,9 @@ impl World {
                 let namespace = self.running[i].namespace;
                 self.insert(i, namespace, *tokens, *priority);
             }
-            Op::PublishElsewhere { table, namespace } => self.insert(table % count, *namespace, usize::MAX, 0),
+            Op::PublishElsewhere { table, namespace } => {
+                self.insert(table % count, *namespace, usize::MAX, 0)
+            }
             Op::Truncate { table, tokens } => {
                 let r = &mut self.running[table % count];
                 r.tokens.truncate(*tokens);
@@ -192,8 +216,51 @@ impl World {
                 self.admit(namespace, &tokens);
             }
             Op::DropTable(i) => drop(self.running.swap_remove(i % count)),
+            Op::SwapOut(i) if self.swapped.len() < 4 => {
+                let Running { namespace, tokens, computed, table } = self.running.swap_remove(i % count);
+                let page = |&id: &u32| {
+                    let at = id as usize * PAGE_SIZE;
+                    self.contents[at..at + PAGE_SIZE].try_into().unwrap()
+                };
+                let pages = table.ids()[..computed / PAGE_SIZE].iter().map(page).collect();
+                self.swapped.push(Swapped { namespace, tokens, pages });
+            }
             _ => {}
         }
+    }
+
+    /// As the scheduler restores pages from a tier: published only when all copies were made.
+    fn swap_in(&mut self, swapped: &Swapped, fails_at: usize) {
+        let Swapped { namespace, tokens, pages } = swapped;
+        let mut table = PageTable::new(&self.pool);
+        let found = self.lookup(*namespace, tokens).pages;
+        let from = found.len();
+        found.into_iter().for_each(|page| table.push_shared(page));
+        if from >= pages.len() {
+            return;
+        }
+        let tokens = tokens[..pages.len() * PAGE_SIZE].to_vec();
+        let reserve = tokens.len();
+        self.running.push(Running { namespace: *namespace, tokens, computed: from * PAGE_SIZE, table });
+        let last = self.running.len() - 1;
+        if let Err(short) = self.running[last].table.reserve(reserve) {
+            self.evict(short.needed - short.free);
+        }
+        if self.running[last].table.reserve(reserve).is_ok() {
+            for (i, page) in pages.iter().enumerate().skip(from) {
+                if i == fails_at {
+                    self.seen.failed_copies += 1;
+                    self.running.pop();
+                    return;
+                }
+                let at = self.running[last].table.ids()[i] as usize * PAGE_SIZE;
+                self.contents[at..at + PAGE_SIZE].copy_from_slice(page);
+            }
+            self.running[last].computed = reserve;
+            self.insert(last, *namespace, reserve, 0);
+            self.seen.swapped_in += 1;
+        }
+        self.running.pop();
     }
 
     /// Writes the next tokens of a request, as a step does: copies first.

@@ -36,7 +36,9 @@ impl Model {
 
     /// Each page's own tokens and its id.
     pub fn pages(&self) -> impl Iterator<Item = (&[u32], u32)> + '_ {
-        self.pages.iter().map(|((_, tokens), e)| (&tokens[(tokens.len() - 1) / PAGE_SIZE * PAGE_SIZE..], e.id))
+        self.pages
+            .iter()
+            .map(|((_, tokens), e)| (&tokens[(tokens.len() - 1) / PAGE_SIZE * PAGE_SIZE..], e.id))
     }
 
     /// Ids of the whole pages that a look-up should find; renews them.
@@ -93,18 +95,23 @@ impl Model {
                 return (0, duplicates);
             }
             // The first in order, as the cache takes it.
-            let covering = self.behind(namespace, tokens, matched).find(|key| key.starts_with(tokens)).cloned();
+            let covering =
+                self.behind(namespace, tokens, matched).find(|key| key.starts_with(tokens)).cloned();
             if let Some(key) = covering {
                 self.touch(namespace, &key, &[key.len()], Some(priority));
                 return (0, duplicates);
             }
         }
         let head = &tokens[..end(matched)];
-        let shorter = self.behind(namespace, tokens, matched).find(|k| k.len() < head.len() && head.starts_with(k));
+        let shorter =
+            self.behind(namespace, tokens, matched).find(|k| k.len() < head.len() && head.starts_with(k));
         let shorter = shorter.cloned();
-        let moves = shorter.as_ref().is_some_and(|key| self.pages[&(namespace, key.clone())].id == ids[matched]);
+        let moves =
+            shorter.as_ref().is_some_and(|key| self.pages[&(namespace, key.clone())].id == ids[matched]);
         let mut last = matched;
-        while last * PAGE_SIZE < tokens.len() && (last == matched && moves || !self.ids().any(|id| id == ids[last])) {
+        while last * PAGE_SIZE < tokens.len()
+            && (last == matched && moves || !self.ids().any(|id| id == ids[last]))
+        {
             let entry = Entry { id: ids[last], last_use: 0, hits: 0, priority };
             self.pages.insert((namespace, tokens[..end(last)].to_vec()), entry);
             last += 1;

@@ -2,6 +2,8 @@
 
 use suanpan_base::BadArgument;
 
+use suanpan_cache::PageTable;
+
 use super::{OP, Scheduler, SeqSpec};
 use crate::request::RequestKey;
 use crate::sequence::Seq;
@@ -18,7 +20,7 @@ impl Scheduler {
         Err(BadArgument::new(OP, "fork_of", origin.key.0, supported))
     }
 
-    fn find(&self, key: RequestKey) -> Option<&Seq> {
+    pub(super) fn find(&self, key: RequestKey) -> Option<&Seq> {
         if let Some(at) = self.running_at(key) {
             return Some(&self.running[at]);
         }
@@ -29,7 +31,9 @@ impl Scheduler {
     /// begin to run, all of the prompt shared and nothing copied, as far as seats and pages allow. The others wait on, and will
     /// find the prompt in the prefix cache. The caller draws a token for each from the same logits.
     pub fn fork(&mut self, key: RequestKey) -> Vec<RequestKey> {
-        let Some(at) = self.running_at(key).filter(|&at| !self.running[at].prompt_done) else { return Vec::new() };
+        let Some(at) = self.running_at(key).filter(|&at| !self.running[at].prompt_done) else {
+            return Vec::new();
+        };
         let origin = &mut self.running[at];
         if origin.tokens.len() > origin.prompt_len {
             return Vec::new();
@@ -69,6 +73,41 @@ impl Scheduler {
         self.running.insert(place, seq);
     }
 
+    /// Whole pages of a prompt that the prefix cache has.
+    pub fn cached_pages_of(&self, namespace: u64, prompt: &[u32]) -> usize {
+        self.prefix.peek(namespace, prompt)
+    }
+
+    /// Puts pages from elsewhere, behind the first `have` whole pages of a prompt, into the prefix cache: `fill` writes the bytes of
+    /// each. Fewer, down to none, where the beginning is gone or pages are short. Returns how many.
+    pub fn restore(
+        &mut self,
+        spec: &SeqSpec,
+        have: usize,
+        pages: &[Vec<u8>],
+        mut fill: impl FnMut(u32, &[u8]),
+    ) -> usize {
+        let page_size = self.pool.page_size();
+        let mut table = PageTable::new(&self.pool);
+        let held = self.prefix.lookup(spec.namespace, &spec.prompt).pages;
+        let from = held.len();
+        if from < have {
+            return 0;
+        }
+        held.into_iter().for_each(|page| table.push_shared(page));
+        // Somebody may have computed some of them meanwhile.
+        let pages = pages.get(from - have..).unwrap_or_default();
+        let pages = &pages[..pages.len().min(self.pool.books().available_pages())];
+        self.prefix.evict(pages.len().saturating_sub(self.pool.num_free()));
+        let tokens = (from + pages.len()) * page_size;
+        if pages.is_empty() || table.reserve(tokens).is_err() {
+            return 0;
+        }
+        pages.iter().zip(&table.ids()[from..]).for_each(|(bytes, &page)| fill(page, bytes));
+        self.supply += 1;
+        self.prefix.insert(spec.namespace, &spec.prompt[..tokens], table.pages(), spec.cache_priority)
+    }
+
     /// The copies of the last schedule are made; their sources may go.
     pub fn copied(&mut self) {
         if !self.copying.is_empty() {
@@ -81,7 +120,8 @@ impl Scheduler {
     /// be forked from, or one that begins alike. Waiting for it is bounded: that prompt has its pages or comes first, and a
     /// request that was overtaken often enough does not wait for strangers.
     pub(super) fn better_after_a_neighbour(&self, seq: &Seq, hit_tokens: usize) -> bool {
-        if seq.preemptions == 0 && seq.fork_of.and_then(|key| self.find(key)).is_some_and(|s| !s.prompt_done) {
+        if seq.preemptions == 0 && seq.fork_of.and_then(|key| self.find(key)).is_some_and(|s| !s.prompt_done)
+        {
             return true;
         }
         if !seq.reuse_prefix || !self.prefix.is_enabled() || seq.overtaken >= self.opts.max_overtaken {
