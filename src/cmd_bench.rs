@@ -308,6 +308,8 @@ fn lane(args: &ModelArgs) -> anyhow::Result<Lane> {
         ExecOptions {
             precision: options.precision,
             kv_dtype: options.kv_cache_dtype,
+            kv_spared: options.kv_cache_dtype_skip_layers,
+            batch_invariant: options.batch_invariant,
             threads,
             max_tokens: options.max_num_batched_tokens,
             max_seqs: 1,

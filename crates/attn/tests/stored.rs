@@ -162,9 +162,9 @@ impl Tokens {
         let scale_strides = Strides { token: 1, head: 1, page: 0 };
         let mut args = Args {
             kv_scales: KvScales {
-                k: &self.scales[0],
+                k: Buf::F32(&self.scales[0]),
                 k_strides: scale_strides,
-                v: &self.scales[1],
+                v: Buf::F32(&self.scales[1]),
                 v_strides: scale_strides,
             },
             extras: Extras::default(),
@@ -236,18 +236,19 @@ fn bad_scales_and_strides_are_refused_by_name_before_anything_is_read() {
         assert!(t.out.iter().all(|&x| x == -1.0), "{e}: the output was touched");
         e.field
     };
-    assert_eq!(field(ScaleGrain::Token, &|a| a.kv_scales.k = &[0.5; 49]), "k_scales length");
-    assert_eq!(field(ScaleGrain::Token, &|a| a.kv_scales.v = &[]), "v_scales length");
+    assert_eq!(field(ScaleGrain::Token, &|a| a.kv_scales.k = Buf::F32(&[0.5; 49])), "k_scales length");
+    assert_eq!(field(ScaleGrain::Token, &|a| a.kv_scales.v = Buf::F32(&[])), "v_scales length");
     assert_eq!(field(ScaleGrain::Token, &|a| a.kv_scales.v_strides.token = 2), "v_scales length");
     assert_eq!(
         field(ScaleGrain::Token, &|a| a.kv_scales.k_strides.token = usize::MAX / 3),
         "k_scales strides"
     );
     assert_eq!(field(ScaleGrain::None, &|_| ()), "k_scales length");
-    assert_eq!(field(ScaleGrain::Tensor, &|a| a.kv_scales.k = &[]), "k_scales length");
+    assert_eq!(field(ScaleGrain::Tensor, &|a| a.kv_scales.k = Buf::F32(&[])), "k_scales length");
+    assert_eq!(field(ScaleGrain::Token, &|a| a.kv_scales.k = Buf::F16(&[])), "k_scales dtype");
     for bad in [&[f32::NAN], &[f32::INFINITY], &[-0.5]] {
-        assert_eq!(field(ScaleGrain::Tensor, &|a| a.kv_scales.k = bad), "k_scales[0]");
-        assert_eq!(field(ScaleGrain::Head, &|a| a.kv_scales.v = bad), "v_scales[0]");
+        assert_eq!(field(ScaleGrain::Tensor, &|a| a.kv_scales.k = Buf::F32(bad)), "k_scales[0]");
+        assert_eq!(field(ScaleGrain::Head, &|a| a.kv_scales.v = Buf::F32(bad)), "v_scales[0]");
     }
     assert_eq!(field(ScaleGrain::Tensor, &|a| a.k = Buf::E4m3(&[0; 3200])), "k dtype");
     let problem = |kv_dtype, kv_scales, kv, d| {
@@ -275,9 +276,9 @@ fn int4_strides_that_split_a_byte_and_pages_without_scales_are_refused() {
         let scale_strides = Strides { token: 1, head: 16, page: 32 };
         let args = Args {
             kv_scales: KvScales {
-                k: &scales,
+                k: Buf::F32(&scales),
                 k_strides: scale_strides,
-                v: &scales,
+                v: Buf::F32(&scales),
                 v_strides: scale_strides,
             },
             extras: Extras::default(),
