@@ -8,12 +8,12 @@ use std::path::{Component, Path, PathBuf};
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
-use crate::assemble::{self, SAFETENSORS as NAMES};
+use crate::assemble::{self, Names, Store};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::safetensors::{MAX_TENSORS, SafeTensors};
 use crate::source::Source;
-use crate::weights::Weights;
+use crate::weights::{Tensor, Weights};
 
 /// The index of a sharded model.
 pub const INDEX: &str = "model.safetensors.index.json";
@@ -194,30 +194,56 @@ impl Shards {
 
     /// The weights of `config`'s model, as views of the files. A tensor that nobody used is refused.
     pub fn weights(&mut self, config: &ModelConfig) -> Result<Weights, ModelError> {
-        let mut used = BTreeSet::new();
-        let mut fetch = |name: &str, shape: &[usize]| {
-            used.insert(name.to_string());
-            let file = self.home.get(name).and_then(|file| self.files.get(file));
-            let missing =
-                || ModelError::missing(&self.name, format!("tensor {name}"), format!("shape {shape:?}"));
-            file.ok_or_else(missing)?.tensor(name, shape)
-        };
-        let weights = assemble::weights(config, &NAMES, &mut fetch)?;
-        if config.tie_word_embeddings && self.home.contains_key(NAMES.lm_head) {
+        let names = Names::safetensors(config.family);
+        let mut store = Tensors { shards: self, used: BTreeSet::new() };
+        let weights = assemble::weights(config, &names, &mut store)?;
+        let mut warnings = Vec::new();
+        if config.tie_word_embeddings && store.has(names.lm_head) {
             // As the reference does: a tied model's own head is not read. That it differs is worth a word.
-            let head = fetch(NAMES.lm_head, &[config.vocab_size, config.hidden_size])?;
+            let head = store.tensor(names.lm_head, &[config.vocab_size, config.hidden_size])?;
             if head.format() != weights.embed.format() || head.bytes() != weights.embed.bytes() {
-                let warning = format!(
+                warnings.push(format!(
                     "tensor {} differs from {}: tie_word_embeddings is true, so the embedding is used",
-                    NAMES.lm_head, NAMES.embed
-                );
-                self.warnings.push(warning);
+                    names.lm_head, names.embed
+                ));
             }
         }
+        let used = store.used;
+        self.warnings.append(&mut warnings);
         // Frequencies that old exporters stored beside the weights; the config says the same.
         let all = self.home.keys().map(String::as_str).filter(|n| !n.ends_with(".rotary_emb.inv_freq"));
-        assemble::refuse_unused(&self.name, all, &used, &config.architecture)?;
+        assemble::refuse_unused(&self.name, all, &used, config.family)?;
         Ok(weights)
+    }
+}
+
+/// Shards whose fetched tensors are remembered.
+struct Tensors<'a> {
+    shards: &'a Shards,
+    used: BTreeSet<String>,
+}
+
+impl Tensors<'_> {
+    /// The file that holds `name`, which from now on counts as used.
+    fn file(&mut self, name: &str, shape: &[usize]) -> Result<&SafeTensors, ModelError> {
+        self.used.insert(name.to_string());
+        let Shards { name: folder, files, home, .. } = self.shards;
+        let file = home.get(name).and_then(|file| files.get(file));
+        file.ok_or_else(|| ModelError::missing(folder, format!("tensor {name}"), format!("shape {shape:?}")))
+    }
+}
+
+impl Store for Tensors<'_> {
+    fn has(&self, name: &str) -> bool {
+        self.shards.home.contains_key(name)
+    }
+
+    fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+        self.file(name, shape)?.tensor(name, shape)
+    }
+
+    fn bytes(&mut self, name: &str, shape: &[usize]) -> Result<Vec<u8>, ModelError> {
+        Ok(self.file(name, shape)?.bytes(name, shape)?.to_vec())
     }
 }
 

@@ -152,8 +152,8 @@ fn load_gguf(path: &Path) -> Result<Model, ModelError> {
 
 /// The model in an opened GGUF file.
 pub fn from_gguf(gguf: &Gguf) -> Result<Model, ModelError> {
-    let mut config = gguf::llama::config(gguf)?;
-    let weights = gguf::llama::weights(gguf, &config)?;
+    let mut config = gguf::model::config(gguf)?;
+    let weights = gguf::model::weights(gguf, &config)?;
     gguf.source().read_ahead();
     let tokenizer = gguf_tokenizer(gguf)?;
     let mut warnings = Vec::new();

@@ -120,16 +120,9 @@ impl SafeTensors {
         self.tensors.keys().map(|name| &**name)
     }
 
-    /// The tensor `name` as a view of the file; it must have exactly `shape` (rows, then cols).
+    /// The tensor `name` as a view of the file; it must have exactly `shape`. All sizes but the last become rows.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
-        let field = format!("tensor {name}");
-        let Some(info) = self.tensors.get(name) else {
-            return Err(ModelError::missing(self.name(), field, format!("shape {shape:?}")));
-        };
-        if info.shape != shape {
-            let found = format!("shape {:?}", info.shape);
-            return Err(ModelError::bad(self.name(), field, found, format!("{shape:?}")));
-        }
+        let (field, info) = self.info_of_shape(name, shape)?;
         let format = match info.dtype {
             "F32" => WeightFormat::F32,
             "F16" => WeightFormat::F16,
@@ -138,20 +131,36 @@ impl SafeTensors {
                 return Err(ModelError::bad(self.name(), field, format!("type {other}"), SUPPORTED_DTYPES));
             }
         };
-        let (rows, cols) = match *shape {
-            [cols] => (1, cols),
-            [rows, cols] => (rows, cols),
-            _ => {
-                return Err(ModelError::bad(
-                    self.name(),
-                    field,
-                    format!("shape {shape:?}"),
-                    "1 or 2 dimensions",
-                ));
-            }
-        };
+        let (rows, cols) = rows_cols(shape);
         Tensor::new(&self.source, &field, info.bytes.clone(), format, rows, cols)
     }
+
+    /// The bytes of tensor `name` of type U8 and exactly `shape`.
+    pub fn bytes(&self, name: &str, shape: &[usize]) -> Result<&[u8], ModelError> {
+        let (field, info) = self.info_of_shape(name, shape)?;
+        if info.dtype != "U8" {
+            return Err(ModelError::bad(self.name(), field, format!("type {}", info.dtype), "U8"));
+        }
+        Ok(&self.source[info.bytes.clone()])
+    }
+
+    fn info_of_shape(&self, name: &str, shape: &[usize]) -> Result<(String, &TensorInfo), ModelError> {
+        let field = format!("tensor {name}");
+        let Some(info) = self.tensors.get(name) else {
+            return Err(ModelError::missing(self.name(), field, format!("shape {shape:?}")));
+        };
+        if info.shape != shape {
+            let found = format!("shape {:?}", info.shape);
+            return Err(ModelError::bad(self.name(), field, found, format!("{shape:?}")));
+        }
+        Ok((field, info))
+    }
+}
+
+/// All sizes but the last as one. Their product fits: it was checked with the header.
+fn rows_cols(shape: &[usize]) -> (usize, usize) {
+    let (cols, rows) = shape.split_last().map_or((1, &[][..]), |(cols, rows)| (*cols, rows));
+    (rows.iter().product(), cols)
 }
 
 /// The data must be covered exactly: a gap, an overlap or a tail means a cut, padded or forged file.

@@ -32,34 +32,113 @@ pub struct Weights {
     pub lm_head: Tensor,
 }
 
-/// Weights of one layer.
+/// A product with its bias, if it has one.
+#[derive(Clone, Debug)]
+pub struct Linear {
+    /// `[out features, in features]`.
+    pub weight: Tensor,
+    /// `[out features]`.
+    pub bias: Option<Vec<f32>>,
+}
+
+impl From<Tensor> for Linear {
+    fn from(weight: Tensor) -> Linear {
+        Linear { weight, bias: None }
+    }
+}
+
+/// Weights of one layer. What the model's family does not have is `None`.
 #[derive(Clone, Debug)]
 pub struct LayerWeights {
     /// `[hidden_size]`, before attention.
     pub attn_norm: Vec<f32>,
     /// `[num_q_heads * head_dim_qk, hidden_size]`.
-    pub q: Tensor,
+    pub q: Linear,
     /// `[num_kv_heads * head_dim_qk, hidden_size]`.
-    pub k: Tensor,
+    pub k: Linear,
     /// `[num_kv_heads * head_dim_v, hidden_size]`.
-    pub v: Tensor,
+    pub v: Linear,
     /// `[hidden_size, num_q_heads * head_dim_v]`.
-    pub o: Tensor,
+    pub o: Linear,
+    /// `[head_dim_qk]` each: norms of q's and k's heads.
+    pub qk_norms: Option<[Vec<f32>; 2]>,
+    /// `[num_q_heads]`: logits that join the softmax.
+    pub sinks: Option<Vec<f32>>,
+    /// `[hidden_size]`, after attention's output.
+    pub post_attn_norm: Option<Vec<f32>>,
     /// The MLP, if the layer has one.
     pub ffn: Option<Ffn>,
 }
 
-/// Weights of a gated MLP: `down(silu(gate x) * up x)`.
+/// The second half of a layer.
 #[derive(Clone, Debug)]
 pub struct Ffn {
     /// `[hidden_size]`, before the MLP.
     pub norm: Vec<f32>,
+    /// `[hidden_size]`, after it.
+    pub post_norm: Option<Vec<f32>>,
+    /// One MLP, or a choice of several.
+    pub mlp: Mlp,
+}
+
+/// One MLP, or experts.
+#[derive(Clone, Debug)]
+pub enum Mlp {
+    /// The same for every token.
+    Dense(Gated),
+    /// A few of many for each token.
+    Experts {
+        /// `[experts, hidden_size]`.
+        router: Linear,
+        /// The experts, all of one shape.
+        experts: Vec<Gated>,
+    },
+}
+
+/// Weights of a gated MLP: `down(activation(gate x, up x))`.
+#[derive(Clone, Debug)]
+pub struct Gated {
     /// `[intermediate_size, hidden_size]`.
-    pub gate: Tensor,
+    pub gate: Linear,
     /// `[intermediate_size, hidden_size]`.
-    pub up: Tensor,
+    pub up: Linear,
     /// `[hidden_size, intermediate_size]`.
-    pub down: Tensor,
+    pub down: Linear,
+}
+
+impl LayerWeights {
+    /// Every product with the name of its role.
+    pub fn linears(&self) -> impl Iterator<Item = (String, &Linear)> {
+        let attention = [("q", &self.q), ("k", &self.k), ("v", &self.v), ("o", &self.o)];
+        let attention = attention.into_iter().map(|(role, l)| (role.to_string(), l));
+        attention.chain(self.ffn.iter().flat_map(|f| f.mlp.linears()))
+    }
+
+    /// Every vector that is not a bias.
+    pub fn vectors(&self) -> impl Iterator<Item = &Vec<f32>> {
+        let ffn = self.ffn.iter().flat_map(|f| std::iter::once(&f.norm).chain(&f.post_norm));
+        std::iter::once(&self.attn_norm)
+            .chain(self.qk_norms.iter().flatten())
+            .chain(&self.sinks)
+            .chain(&self.post_attn_norm)
+            .chain(ffn)
+    }
+}
+
+impl Mlp {
+    /// Every product with the name of its role.
+    pub fn linears(&self) -> impl Iterator<Item = (String, &Linear)> {
+        let (router, all) = match self {
+            Mlp::Dense(gated) => (None, std::slice::from_ref(gated)),
+            Mlp::Experts { router, experts } => (Some(router), experts.as_slice()),
+        };
+        let many = router.is_some();
+        let each = all.iter().enumerate().flat_map(move |(e, g)| {
+            let name = move |role: &str| if many { format!("expert {e} {role}") } else { role.to_string() };
+            [("gate", &g.gate), ("up", &g.up), ("down", &g.down)].map(|(role, l)| (name(role), l))
+        });
+        router.into_iter().map(|r| ("router".to_string(), r)).chain(each)
+    }
 }
 
 impl Tensor {
@@ -124,6 +203,39 @@ impl Tensor {
         let start = copy.as_ptr().align_offset(align);
         copy[start..start + len].copy_from_slice(self.bytes());
         Tensor { source: Source::owned(self.source.name(), copy), range: start..start + len, ..self }
+    }
+
+    /// Rows `rows` of the same bytes.
+    ///
+    /// Panics when they are not inside: callers have checked shapes.
+    pub fn slice_rows(&self, rows: Range<usize>) -> Tensor {
+        assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
+        let row_bytes = self.range.len() / self.rows;
+        let range = self.range.start + rows.start * row_bytes..self.range.start + rows.end * row_bytes;
+        Tensor { source: self.source.clone(), range, rows: rows.len(), ..*self }
+    }
+
+    /// A copy of rows `first`, `first + 2`, …, `count` of them.
+    pub(crate) fn every_second_row(&self, first: usize, count: usize) -> Result<Tensor, ModelError> {
+        let rows = (0..count).flat_map(|i| self.weight().row(first + 2 * i)).copied().collect();
+        Tensor::from_bytes(self.source.name(), rows, self.format, count, self.cols)
+    }
+
+    /// A copy in which each of `count` stacked matrices of plain floats is transposed.
+    pub(crate) fn transposed(&self, count: usize) -> Result<Tensor, ModelError> {
+        if self.format.is_quantised() {
+            let found = format!("experts in {}", self.format);
+            return Err(ModelError::bad(self.source.name(), "tensor", found, "F32, F16, BF16 or MXFP4 experts"));
+        }
+        let (rows, size) = (self.rows / count, self.format.block_bytes());
+        let data = self.bytes();
+        let mut out = Vec::with_capacity(data.len());
+        for matrix in data.chunks_exact(rows * self.cols * size) {
+            for c in 0..self.cols {
+                (0..rows).for_each(|r| out.extend_from_slice(&matrix[(r * self.cols + c) * size..][..size]));
+            }
+        }
+        Tensor::from_bytes(self.source.name(), out, self.format, count * self.cols, rows)
     }
 
     /// The view that kernels take.

@@ -20,47 +20,81 @@ pub enum WeightFormat {
     Q4_0,
     /// 32 elements: f16 scale, f16 minimum, 16 bytes of 4-bit values; `w = d·q + m`.
     Q4_1,
+    /// 32 elements: f16 scale, 4 bytes of top bits, 16 bytes of low nibbles; `w = d·(q − 16)`.
+    Q5_0,
+    /// As [`WeightFormat::Q5_0`] with an f16 minimum; `w = d·q + m`.
+    Q5_1,
     /// 32 elements: f16 scale, 32 signed bytes; `w = d·q`.
     Q8_0,
+    /// 256 elements in 16 groups: f16 scale and minimum, 4-bit scale and minimum a group, 2-bit values.
+    Q2K,
+    /// 256 elements in 16 groups: f16 scale, 6-bit scale a group, 3-bit values; `w = d·sc·(q − 4)`.
+    Q3K,
     /// 256 elements in 8 groups: f16 scale and minimum, 6-bit scale and minimum a group, 4-bit values; `w = d·sc·q − dmin·mn`.
     Q4K,
+    /// As [`WeightFormat::Q4K`] with 5-bit values.
+    Q5K,
     /// 256 elements in 16 groups: 6-bit values, 8-bit scale a group, f16 scale; `w = d·sc·(q − 32)`.
     Q6K,
+    /// 32 elements: f16 scale, 16 bytes of numbers of a table of 16 values.
+    Iq4Nl,
+    /// 256 elements in 8 groups: f16 scale, 6-bit scale a group, numbers of the same table.
+    Iq4Xs,
+    /// 32 elements: power of two (E8M0), 16 bytes of E2M1 floats (OCP microscaling formats, version 1.0).
+    Mxfp4,
 }
 
 impl WeightFormat {
     /// Every format, in the order in which tables print them.
-    pub const ALL: [WeightFormat; 8] = [
+    pub const ALL: [WeightFormat; 16] = [
         WeightFormat::F32,
         WeightFormat::F16,
         WeightFormat::Bf16,
         WeightFormat::Q4_0,
         WeightFormat::Q4_1,
+        WeightFormat::Q5_0,
+        WeightFormat::Q5_1,
         WeightFormat::Q8_0,
+        WeightFormat::Q2K,
+        WeightFormat::Q3K,
         WeightFormat::Q4K,
+        WeightFormat::Q5K,
         WeightFormat::Q6K,
+        WeightFormat::Iq4Nl,
+        WeightFormat::Iq4Xs,
+        WeightFormat::Mxfp4,
     ];
+
+    /// Elements and bytes of a block, and the name as GGUF tools print it.
+    const fn facts(self) -> (usize, usize, &'static str) {
+        match self {
+            WeightFormat::F32 => (1, 4, "F32"),
+            WeightFormat::F16 => (1, 2, "F16"),
+            WeightFormat::Bf16 => (1, 2, "BF16"),
+            WeightFormat::Q4_0 => (32, 18, "Q4_0"),
+            WeightFormat::Q4_1 => (32, 20, "Q4_1"),
+            WeightFormat::Q5_0 => (32, 22, "Q5_0"),
+            WeightFormat::Q5_1 => (32, 24, "Q5_1"),
+            WeightFormat::Q8_0 => (32, 34, "Q8_0"),
+            WeightFormat::Q2K => (256, 84, "Q2_K"),
+            WeightFormat::Q3K => (256, 110, "Q3_K"),
+            WeightFormat::Q4K => (256, 144, "Q4_K"),
+            WeightFormat::Q5K => (256, 176, "Q5_K"),
+            WeightFormat::Q6K => (256, 210, "Q6_K"),
+            WeightFormat::Iq4Nl => (32, 18, "IQ4_NL"),
+            WeightFormat::Iq4Xs => (256, 136, "IQ4_XS"),
+            WeightFormat::Mxfp4 => (32, 17, "MXFP4"),
+        }
+    }
 
     /// Elements of one block; 1 for the plain float formats.
     pub const fn block_elems(self) -> usize {
-        match self {
-            WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => 1,
-            WeightFormat::Q4_0 | WeightFormat::Q4_1 | WeightFormat::Q8_0 => 32,
-            WeightFormat::Q4K | WeightFormat::Q6K => 256,
-        }
+        self.facts().0
     }
 
     /// Bytes of one block.
     pub const fn block_bytes(self) -> usize {
-        match self {
-            WeightFormat::F32 => 4,
-            WeightFormat::F16 | WeightFormat::Bf16 => 2,
-            WeightFormat::Q4_0 => 18,
-            WeightFormat::Q4_1 => 20,
-            WeightFormat::Q8_0 => 34,
-            WeightFormat::Q4K => 144,
-            WeightFormat::Q6K => 210,
-        }
+        self.facts().1
     }
 
     /// Bytes of a row of `cols` elements; `None` when `cols` is not a whole number of blocks or the product overflows.
@@ -73,16 +107,7 @@ impl WeightFormat {
 
     /// The name as GGUF tools print it.
     pub const fn name(self) -> &'static str {
-        match self {
-            WeightFormat::F32 => "F32",
-            WeightFormat::F16 => "F16",
-            WeightFormat::Bf16 => "BF16",
-            WeightFormat::Q4_0 => "Q4_0",
-            WeightFormat::Q4_1 => "Q4_1",
-            WeightFormat::Q8_0 => "Q8_0",
-            WeightFormat::Q4K => "Q4_K",
-            WeightFormat::Q6K => "Q6_K",
-        }
+        self.facts().2
     }
 
     /// True for formats of small integers with scales, which the integer dot products read.

@@ -13,9 +13,18 @@ fn random_matrix(format: WeightFormat, rows: usize, cols: usize, noise: &mut Noi
     let highs: &[usize] = match format {
         WeightFormat::F32 => &[3],
         WeightFormat::F16 | WeightFormat::Bf16 | WeightFormat::Q4_0 | WeightFormat::Q8_0 => &[1],
-        WeightFormat::Q4_1 | WeightFormat::Q4K => &[1, 3],
+        WeightFormat::Q5_0 | WeightFormat::Iq4Nl | WeightFormat::Iq4Xs => &[1],
+        WeightFormat::Q4_1 | WeightFormat::Q5_1 | WeightFormat::Q4K | WeightFormat::Q5K => &[1, 3],
+        WeightFormat::Q2K => &[81, 83],
+        WeightFormat::Q3K => &[109],
         WeightFormat::Q6K => &[209],
+        WeightFormat::Mxfp4 => &[0],
     };
+    if format == WeightFormat::Mxfp4 {
+        // An exponent, not the top of a float.
+        data.chunks_exact_mut(17).for_each(|block| block[0] = 120 + block[0] % 8);
+        return data;
+    }
     let top = if matches!(format, WeightFormat::F32 | WeightFormat::Bf16) { 0x3c } else { 0x20 };
     for block in data.chunks_exact_mut(format.block_bytes()) {
         for at in highs {

@@ -5,12 +5,14 @@
 
 pub mod kquant;
 pub mod legacy;
+pub mod table;
 
 use half::{bf16, f16};
 
 use crate::format::WeightFormat;
-use kquant::{Q4K, Q6K};
-use legacy::{Q4_0, Q4_1, Q8_0};
+use kquant::{Q2K, Q3K, Q4K, Q5K, Q6K};
+use legacy::{Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+use table::{Iq4Nl, Iq4Xs, Mxfp4};
 
 /// Most elements in a block of any format.
 pub const MAX_BLOCK_ELEMS: usize = 256;
@@ -59,9 +61,17 @@ pub(crate) fn row(format: WeightFormat, bytes: &[u8], out: &mut [f32]) {
         }
         WeightFormat::Q4_0 => blocks::<Q4_0>(bytes, out),
         WeightFormat::Q4_1 => blocks::<Q4_1>(bytes, out),
+        WeightFormat::Q5_0 => blocks::<Q5_0>(bytes, out),
+        WeightFormat::Q5_1 => blocks::<Q5_1>(bytes, out),
         WeightFormat::Q8_0 => blocks::<Q8_0>(bytes, out),
+        WeightFormat::Q2K => blocks::<Q2K>(bytes, out),
+        WeightFormat::Q3K => blocks::<Q3K>(bytes, out),
         WeightFormat::Q4K => blocks::<Q4K>(bytes, out),
+        WeightFormat::Q5K => blocks::<Q5K>(bytes, out),
         WeightFormat::Q6K => blocks::<Q6K>(bytes, out),
+        WeightFormat::Iq4Nl => blocks::<Iq4Nl>(bytes, out),
+        WeightFormat::Iq4Xs => blocks::<Iq4Xs>(bytes, out),
+        WeightFormat::Mxfp4 => blocks::<Mxfp4>(bytes, out),
     }
 }
 

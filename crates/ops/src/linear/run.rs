@@ -4,8 +4,9 @@ use super::panel::{Dest, FLOAT_STEP, FloatTile, INT_COLS, IntTile, PANEL_ROWS, R
 use super::unpack::{BFloat16, Float16, Float32, FloatFormat, Unpack};
 use super::vector::{Kernels, portable::Portable};
 use super::{FEW_ROWS, Job, Region};
-use crate::dequant::kquant::{Q4K, Q6K};
-use crate::dequant::legacy::{Q4_0, Q4_1, Q8_0};
+use crate::dequant::kquant::{Q2K, Q3K, Q4K, Q5K, Q6K};
+use crate::dequant::legacy::{Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+use crate::dequant::table::{Iq4Nl, Iq4Xs, Mxfp4};
 use crate::format::WeightFormat;
 use crate::isa::Isa;
 
@@ -33,20 +34,23 @@ fn units_on<V: Kernels>(region: &Region<'_>, slot: &mut Slot) {
         for u in taken {
             let job = region.job_of(u);
             let unit = Unit::new(region, job, u);
-            match (job.weight.format(), job.int) {
-                (WeightFormat::F32, _) => unit.float::<V>(slot, unpack_floats::<V, Float32>),
-                (WeightFormat::F16, _) => unit.float::<V>(slot, unpack_floats::<V, Float16>),
-                (WeightFormat::Bf16, _) => unit.float::<V>(slot, unpack_floats::<V, BFloat16>),
-                (WeightFormat::Q4_0, true) => unit.int::<V, Q4_0>(slot),
-                (WeightFormat::Q4_1, true) => unit.int::<V, Q4_1>(slot),
-                (WeightFormat::Q8_0, true) => unit.int::<V, Q8_0>(slot),
-                (WeightFormat::Q4K, true) => unit.int::<V, Q4K>(slot),
-                (WeightFormat::Q6K, true) => unit.int::<V, Q6K>(slot),
-                (WeightFormat::Q4_0, false) => unit.float::<V>(slot, unpack_expand::<V, Q4_0>),
-                (WeightFormat::Q4_1, false) => unit.float::<V>(slot, unpack_expand::<V, Q4_1>),
-                (WeightFormat::Q8_0, false) => unit.float::<V>(slot, unpack_expand::<V, Q8_0>),
-                (WeightFormat::Q4K, false) => unit.float::<V>(slot, unpack_expand::<V, Q4K>),
-                (WeightFormat::Q6K, false) => unit.float::<V>(slot, unpack_expand::<V, Q6K>),
+            match job.weight.format() {
+                WeightFormat::F32 => unit.float::<V>(slot, unpack_floats::<V, Float32>),
+                WeightFormat::F16 => unit.float::<V>(slot, unpack_floats::<V, Float16>),
+                WeightFormat::Bf16 => unit.float::<V>(slot, unpack_floats::<V, BFloat16>),
+                WeightFormat::Q4_0 => unit.blocks::<V, Q4_0>(slot),
+                WeightFormat::Q4_1 => unit.blocks::<V, Q4_1>(slot),
+                WeightFormat::Q5_0 => unit.blocks::<V, Q5_0>(slot),
+                WeightFormat::Q5_1 => unit.blocks::<V, Q5_1>(slot),
+                WeightFormat::Q8_0 => unit.blocks::<V, Q8_0>(slot),
+                WeightFormat::Q2K => unit.blocks::<V, Q2K>(slot),
+                WeightFormat::Q3K => unit.blocks::<V, Q3K>(slot),
+                WeightFormat::Q4K => unit.blocks::<V, Q4K>(slot),
+                WeightFormat::Q5K => unit.blocks::<V, Q5K>(slot),
+                WeightFormat::Q6K => unit.blocks::<V, Q6K>(slot),
+                WeightFormat::Iq4Nl => unit.blocks::<V, Iq4Nl>(slot),
+                WeightFormat::Iq4Xs => unit.blocks::<V, Iq4Xs>(slot),
+                WeightFormat::Mxfp4 => unit.blocks::<V, Mxfp4>(slot),
             }
         }
     }
@@ -155,6 +159,11 @@ impl<'a> Unit<'a> {
             add: self.job.add,
             cols: self.n - n,
         }
+    }
+
+    /// A quantised format: integers times integers, or both as floats.
+    fn blocks<V: Kernels, F: Unpack>(&self, slot: &mut Slot) {
+        if self.job.int { self.int::<V, F>(slot) } else { self.float::<V>(slot, unpack_expand::<V, F>) }
     }
 
     fn int<V: Kernels, F: Unpack>(&self, slot: &mut Slot) {
