@@ -126,11 +126,11 @@ GPT_OSS_NORMS = {"post_attention_layernorm": "post_attention_norm"}
 def gguf_tensors(model):
     """(name, array) of every tensor, with the changes that llama.cpp's converter makes."""
     c, kind = model.config, model.config.model_type
-    names = PLAIN | {"gemma3_text": GEMMA_NORMS, "gpt_oss": GPT_OSS_NORMS}.get(kind, NORMS)
+    names = PLAIN | {"gemma2": GEMMA_NORMS, "gemma3_text": GEMMA_NORMS, "gpt_oss": GPT_OSS_NORMS}.get(kind, NORMS)
     permuted = kind in ("llama", "mistral", "smollm3")
     for key, value in base.state(model).items():
         value = value.float().numpy()
-        if kind == "gemma3_text" and "norm" in key:
+        if kind.startswith("gemma") and "norm" in key:
             value = value + 1.0
         if not key.startswith("model.layers."):
             name = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
@@ -182,10 +182,14 @@ def write_gguf(name, model, arch):
     rotary = int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
     w.add_rope_dimension_count(rotary)
     w.add_rope_freq_base(rope["rope_theta"])
-    if arch in ("gemma3", "gpt-oss", "phi3") and c.sliding_window:
+    if arch in ("gemma2", "gemma3", "gpt-oss", "phi3") and c.sliding_window:
         w.add_sliding_window(c.sliding_window)
     if arch == "gemma3":
         w.add_uint32("gemma3.attention.sliding_window_pattern", len(c.layer_types) // c.layer_types.count("full_attention"))
+    if arch == "gemma2":
+        # The scale is not among its metadata: llama.cpp and we take head_dim.
+        w.add_attn_logit_softcapping(c.attn_logit_softcapping)
+        w.add_final_logit_softcapping(c.final_logit_softcapping)
     if arch == "gpt-oss":
         w.add_expert_count(c.num_local_experts)
         w.add_expert_used_count(c.num_experts_per_tok)
@@ -260,15 +264,21 @@ def family_models():
     write_folder("gemma3", gemma3)
     write_gguf("gemma3", gemma3, "gemma3")
     write_logits("gemma3", gemma3, [6, 60])
-    # As transformers 4 wrote it: a pattern instead of types, two bases beside each other; another scale, both caps.
+    # As transformers 4 wrote it: a pattern instead of types, two bases beside each other; another scale, a cap of the logits.
     old = make("gemma3_text", 7, num_hidden_layers=4, head_dim=16, query_pre_attn_scalar=24, sliding_window=8, sliding_window_pattern=2,
-               attn_logit_softcapping=5.0, final_logit_softcapping=4.0)
+               final_logit_softcapping=4.0)
     d = base.new_style(old.config)
     for key in ("rope_parameters", "layer_types"):
         d.pop(key)
     d |= {"sliding_window_pattern": 2, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None}
     write_folder("gemma3-old", old, d)
     write_logits("gemma3-old", old, [60])
+
+    gemma2 = make("gemma2", 11, query_pre_attn_scalar=16, sliding_window=8, attn_logit_softcapping=3.0, final_logit_softcapping=4.0,
+                  rope_parameters=rope())
+    write_folder("gemma2", gemma2)
+    write_gguf("gemma2", gemma2, "gemma2")
+    write_logits("gemma2", gemma2, [60])
 
     factors = dict(short_factor=[1.0 + 0.05 * i for i in range(6)], long_factor=[1.0 + 0.9 * i for i in range(6)])
     phi = dict(hidden_size=64, max_position_embeddings=512, original_max_position_embeddings=64, tie_word_embeddings=False,

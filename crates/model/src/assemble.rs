@@ -166,7 +166,13 @@ impl LayerStore<'_> {
     }
 
     /// One matrix that holds several one after the other, `rows` of each.
-    fn fused(&mut self, name: &str, rows: &[usize], cols: usize, bias: bool) -> Result<Vec<Linear>, ModelError> {
+    fn fused(
+        &mut self,
+        name: &str,
+        rows: &[usize],
+        cols: usize,
+        bias: bool,
+    ) -> Result<Vec<Linear>, ModelError> {
         let whole = self.linear(name, [rows.iter().sum(), cols], bias)?;
         let mut start = 0;
         let parts = rows.iter().map(|&n| {
@@ -180,7 +186,11 @@ impl LayerStore<'_> {
 }
 
 /// Fetches every tensor of `config`'s transformer. A tied head is the embedding itself, whatever else the file holds.
-pub(crate) fn weights(config: &ModelConfig, names: &Names, store: &mut dyn Store) -> Result<Weights, ModelError> {
+pub(crate) fn weights(
+    config: &ModelConfig,
+    names: &Names,
+    store: &mut dyn Store,
+) -> Result<Weights, ModelError> {
     let embed_shape = [config.vocab_size, config.hidden_size];
     let embed = store.tensor(names.embed, &embed_shape)?;
     let final_norm = store.tensor(names.final_norm, &[config.hidden_size])?.to_f32();

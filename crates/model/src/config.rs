@@ -238,7 +238,12 @@ impl ModelConfig {
         let (dim, most) = (self.rotary_dim, self.heads.head_dim_qk);
         let used = self.layers.iter().filter_map(|l| l.rope).max();
         if used.is_some() && !(dim.is_multiple_of(2) && (2..=most).contains(&dim)) {
-            return Err(BadArgument::new(OP, "rotary_dim", dim, format!("an even number, 2 to head_dim = {most}")));
+            return Err(BadArgument::new(
+                OP,
+                "rotary_dim",
+                dim,
+                format!("an even number, 2 to head_dim = {most}"),
+            ));
         }
         if let Some(index) = used.filter(|&i| i >= self.ropes.len()) {
             let supported = format!("below {}, the rotary positions there are", self.ropes.len());

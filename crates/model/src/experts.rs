@@ -29,7 +29,8 @@ pub(crate) fn weights(
                 bias: Some(bias[e * rows..(e + 1) * rows].to_vec()),
             }))
         };
-        let (gate, up, down) = (role("gate", inter, hidden)?, role("up", inter, hidden)?, role("down", hidden, inter)?);
+        let (gate, up, down) =
+            (role("gate", inter, hidden)?, role("up", inter, hidden)?, role("down", hidden, inter)?);
         return Ok(gate.zip(up).zip(down).map(|((gate, up), down)| Gated { gate, up, down }).collect());
     }
     let up_bias = store.tensor("mlp.experts.gate_up_proj_bias", &[count, 2 * inter])?.to_f32();

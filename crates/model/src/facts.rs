@@ -61,7 +61,8 @@ impl Weights {
 
     fn vector_elems(&self) -> usize {
         let layer = |l: &LayerWeights| {
-            let biases = l.linears().filter_map(|(_, linear)| linear.bias.as_ref()).map(Vec::len).sum::<usize>();
+            let biases =
+                l.linears().filter_map(|(_, linear)| linear.bias.as_ref()).map(Vec::len).sum::<usize>();
             biases + l.vectors().map(Vec::len).sum::<usize>()
         };
         self.final_norm.len() + self.layers.iter().map(layer).sum::<usize>()

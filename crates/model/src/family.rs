@@ -37,6 +37,17 @@ pub enum Windows {
     NoRope,
 }
 
+/// Whether scores or logits are capped by a tanh.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Cap {
+    /// Never: a number in the file is refused.
+    No,
+    /// Where the file says so.
+    Optional,
+    /// By this where the file does not say.
+    Default(f64),
+}
+
 /// Facts of one family.
 #[derive(Debug, PartialEq)]
 pub struct Family {
@@ -62,6 +73,10 @@ pub struct Family {
     pub bias: BiasRule,
     /// Whether each head of q and k is normalised before it is rotated.
     pub qk_norm: bool,
+    /// Cap of the scores.
+    pub attn_cap: Cap,
+    /// Cap of the logits.
+    pub logit_cap: Cap,
     /// A learned logit a head that joins the softmax.
     pub sinks: bool,
     /// Where a layer normalises.
@@ -93,6 +108,8 @@ pub static LLAMA: Family = Family {
     windows: Windows::All,
     bias: BiasRule::Configured,
     qk_norm: false,
+    attn_cap: Cap::No,
+    logit_cap: Cap::No,
     sinks: false,
     norms: Norms::Pre,
     norm_offset: 0.0,
@@ -150,6 +167,24 @@ pub static QWEN3: Family = Family {
     ..LLAMA
 };
 
+/// Gemma 2: alternating windows, caps, four norms a layer.
+pub static GEMMA2: Family = Family {
+    name: "Gemma 2",
+    model_types: &["gemma2"],
+    classes: &["Gemma2ForCausalLM"],
+    gguf: &["gemma2"],
+    gguf_rope: RopeStyle::Half,
+    windows: Windows::Pattern(2),
+    attn_cap: Cap::Default(50.0),
+    logit_cap: Cap::Default(30.0),
+    norms: Norms::Sandwich,
+    norm_offset: 1.0,
+    scaled_embedding: true,
+    activation: Activation::GeluTanh,
+    tied: true,
+    ..LLAMA
+};
+
 /// Gemma 3, text: five window layers to a global one, a rotary base for each kind, four norms a layer.
 pub static GEMMA3: Family = Family {
     name: "Gemma 3",
@@ -161,12 +196,10 @@ pub static GEMMA3: Family = Family {
     local_theta: Some(10_000.0),
     windows: Windows::Pattern(6),
     qk_norm: true,
-    norms: Norms::Sandwich,
-    norm_offset: 1.0,
-    scaled_embedding: true,
-    activation: Activation::GeluTanh,
-    tied: true,
-    ..LLAMA
+    // Its config has a key for a cap of the scores, which the reference does not read.
+    attn_cap: Cap::No,
+    logit_cap: Cap::Optional,
+    ..GEMMA2
 };
 
 /// Phi-3 and Phi-4-mini: fused matrices, LongRoPE, part of a head rotated.
@@ -197,7 +230,8 @@ pub static GPT_OSS: Family = Family {
 };
 
 /// Every family, in the order in which tables print them.
-pub static ALL: [&Family; 8] = [&LLAMA, &MISTRAL, &SMOLLM3, &QWEN2, &QWEN3, &GEMMA3, &PHI3, &GPT_OSS];
+pub static ALL: [&Family; 9] =
+    [&LLAMA, &MISTRAL, &SMOLLM3, &QWEN2, &QWEN3, &GEMMA2, &GEMMA3, &PHI3, &GPT_OSS];
 
 /// The family of a `model_type` of config.json.
 pub fn by_model_type(name: &str) -> Option<&'static Family> {

@@ -13,6 +13,7 @@ pub mod folder;
 pub mod forward;
 pub mod gguf;
 pub mod hub;
+pub mod inspect;
 pub mod load;
 pub mod recall;
 pub mod rope;
@@ -24,8 +25,8 @@ pub mod weights;
 
 pub use config::{Biases, ExpertsConfig, LayerConfig, ModelConfig, RopeConfig, RopeScaling};
 pub use error::ModelError;
+pub use family::Family;
 pub use load::{LoadOptions, LoadProgress, LoadStage, Model, load};
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
-pub use family::Family;
 pub use weights::{Ffn, Gated, LayerWeights, Linear, Mlp, Tensor, Weights};

@@ -76,7 +76,12 @@ fn yarn_ramp(
 }
 
 /// Multiplier of cosine and sine under YaRN: `given`, else by the two mscales, else 0.1 ln(factor) + 1.
-pub fn yarn_attention_factor(given: Option<f64>, factor: f64, mscale: Option<f64>, all_dim: Option<f64>) -> f64 {
+pub fn yarn_attention_factor(
+    given: Option<f64>,
+    factor: f64,
+    mscale: Option<f64>,
+    all_dim: Option<f64>,
+) -> f64 {
     let scale = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
     // As the reference does, a scale of 0 counts as not given.
     let both = mscale.zip(all_dim).filter(|&(m, all)| m != 0.0 && all != 0.0);
@@ -147,7 +152,12 @@ pub fn check(rope: &RopeConfig, rotary_dim: usize) -> Result<(), BadArgument> {
             list("short_factor", short)?;
             list("long_factor", long)
         }
-        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position_embeddings,
+        } => {
             positive("factor", *factor)?;
             positive("low_freq_factor", *low_freq_factor)?;
             positive("high_freq_factor", *high_freq_factor)?;
@@ -260,8 +270,7 @@ mod tests {
 
     #[test]
     fn longrope_takes_the_long_list_only_past_the_original_length() {
-        let scaling =
-            RopeScaling::LongRope { short: vec![1.0, 2.0], long: vec![4.0, 8.0], original: 4096.0 };
+        let scaling = RopeScaling::LongRope { short: vec![1.0, 2.0], long: vec![4.0, 8.0], original: 4096.0 };
         let rope = RopeConfig { scaling, ..RopeConfig::plain(10_000.0) };
         let plain = inv_freq(&RopeConfig::plain(10_000.0), 4, 0);
         assert_eq!(inv_freq(&rope, 4, 4096), [plain[0], plain[1] / 2.0]);
@@ -272,8 +281,13 @@ mod tests {
     #[test]
     fn yarn_keeps_fast_pairs_and_divides_slow_ones() {
         let yarn = |truncate| {
-            let scaling =
-                RopeScaling::Yarn { factor: 16.0, original: 4096.0, beta_fast: 32.0, beta_slow: 1.0, truncate };
+            let scaling = RopeScaling::Yarn {
+                factor: 16.0,
+                original: 4096.0,
+                beta_fast: 32.0,
+                beta_slow: 1.0,
+                truncate,
+            };
             inv_freq(&RopeConfig { scaling, ..RopeConfig::plain(10_000.0) }, 128, 0)
         };
         let plain = inv_freq(&RopeConfig::plain(10_000.0), 128, 0);

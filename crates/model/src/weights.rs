@@ -225,7 +225,12 @@ impl Tensor {
     pub(crate) fn transposed(&self, count: usize) -> Result<Tensor, ModelError> {
         if self.format.is_quantised() {
             let found = format!("experts in {}", self.format);
-            return Err(ModelError::bad(self.source.name(), "tensor", found, "F32, F16, BF16 or MXFP4 experts"));
+            return Err(ModelError::bad(
+                self.source.name(),
+                "tensor",
+                found,
+                "F32, F16, BF16 or MXFP4 experts",
+            ));
         }
         let (rows, size) = (self.rows / count, self.format.block_bytes());
         let data = self.bytes();

@@ -46,6 +46,10 @@ fn check(file: &str, logits: &str) {
     for (tokens, reference) in references {
         let length = tokens.len();
         let bound = Bound::new(&model, &tokens, Setting { length, ..Setting::default() });
+        // Twice what plain arithmetic or the reference itself loses in f32, whichever is more.
+        let lost =
+            reference.iter().zip(&bound.exact).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max);
+        let bound = Bound { tolerance: bound.tolerance.max(2.0 * lost), ..bound };
         let opts = ExecOptions { page_size: 4, max_tokens: 128, max_model_len: length, ..options() };
         let mut d = Driver::new(model.clone(), opts, 512);
         d.poison(f32::NAN);
@@ -80,9 +84,11 @@ models! {
     smollm3_gguf: "smollm3.gguf", "smollm3";
     llama_with_biases: "llama-bias", "llama-bias";
     llama_with_biases_gguf: "llama-bias.gguf", "llama-bias";
+    gemma2_with_both_caps: "gemma2", "gemma2";
+    gemma2_gguf: "gemma2.gguf", "gemma2";
     gemma3: "gemma3", "gemma3";
     gemma3_gguf: "gemma3.gguf", "gemma3";
-    gemma3_as_transformers_4_wrote_it_with_caps: "gemma3-old", "gemma3-old";
+    gemma3_as_transformers_4_wrote_it: "gemma3-old", "gemma3-old";
     phi3_longrope_of_part_of_a_head: "phi3", "phi3";
     phi3_gguf: "phi3.gguf", "phi3";
     phi3_with_a_window_as_transformers_4_wrote_it: "phi3-old", "phi3-old";

@@ -83,9 +83,12 @@ impl<'a> Fields<'a> {
     pub fn numbers(&self, key: &str, most: usize) -> Result<Option<Vec<f64>>, ModelError> {
         let list = self.get::<Vec<f64>>(key, "a list of numbers")?;
         match list {
-            Some(list) if list.len() > most => {
-                Err(ModelError::bad(self.file, key, format!("{} numbers", list.len()), format!("at most {most}")))
-            }
+            Some(list) if list.len() > most => Err(ModelError::bad(
+                self.file,
+                key,
+                format!("{} numbers", list.len()),
+                format!("at most {most}"),
+            )),
             list => Ok(list),
         }
     }

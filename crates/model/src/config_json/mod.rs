@@ -12,7 +12,7 @@ use suanpan_ops::{Activation, RopeStyle};
 
 use crate::config::{Biases, ExpertsConfig, ModelConfig, RopeScaling};
 use crate::error::ModelError;
-use crate::family::{self, BiasRule, Family};
+use crate::family::{self, BiasRule, Cap, Family};
 use fields::Fields;
 
 /// Largest `config.json` that is read, in bytes.
@@ -90,12 +90,16 @@ pub fn config(file: &str, bytes: &[u8], name: &str) -> Result<ModelConfig, Model
         intermediate_size: fields.need("intermediate_size", fields.size("intermediate_size")?)?,
         experts: experts(&fields, family)?,
         heads,
-        softmax_scale: gemma_number(&fields, family, "query_pre_attn_scalar")?.map(|n| n.powf(-0.5) as f32),
-        attn_softcap: gemma_number(&fields, family, "attn_logit_softcapping")?.map(|x| x as f32),
-        logit_softcap: gemma_number(&fields, family, "final_logit_softcapping")?.map(|x| x as f32),
+        softmax_scale: softmax_scale(&fields, family)?,
+        attn_softcap: cap(&fields, family, family.attn_cap, "attn_logit_softcapping")?,
+        logit_softcap: cap(&fields, family, family.logit_cap, "final_logit_softcapping")?,
         biases: biases(&fields, family)?,
         rms_norm_eps: fields.number("rms_norm_eps")?.unwrap_or(1e-6) as f32,
-        max_position_embeddings: ropes.iter().map(|r| extended_len(&r.scaling, claimed)).max().unwrap_or(claimed),
+        max_position_embeddings: ropes
+            .iter()
+            .map(|r| extended_len(&r.scaling, claimed))
+            .max()
+            .unwrap_or(claimed),
         layers: layers::layers(&fields, family, local)?,
         ropes,
         rotary_dim,
@@ -120,13 +124,25 @@ pub(crate) fn extended_len(scaling: &RopeScaling, claimed: usize) -> usize {
     }
 }
 
-/// A number that only Gemma models have; null in all others.
-fn gemma_number(fields: &Fields, family: &Family, key: &str) -> Result<Option<f64>, ModelError> {
-    match fields.number(key)? {
+/// The scores' factor, which only Gemma models name: by a number whose root divides.
+fn softmax_scale(fields: &Fields, family: &Family) -> Result<Option<f32>, ModelError> {
+    const KEY: &str = "query_pre_attn_scalar";
+    match fields.number(KEY)? {
         Some(found) if !family.scaled_embedding => {
+            Err(ModelError::bad(fields.file, KEY, found, format!("null for {} models", family.name)))
+        }
+        number => Ok(number.map(|n| n.powf(-0.5) as f32)),
+    }
+}
+
+/// A cap under `key`; null is none.
+fn cap(fields: &Fields, family: &Family, rule: Cap, key: &str) -> Result<Option<f32>, ModelError> {
+    match (rule, fields.number(key)?) {
+        (Cap::No, Some(found)) => {
             Err(ModelError::bad(fields.file, key, found, format!("null for {} models", family.name)))
         }
-        number => Ok(number),
+        (Cap::Default(default), None) if !fields.map.contains_key(key) => Ok(Some(default as f32)),
+        (_, number) => Ok(number.map(|x| x as f32)),
     }
 }
 
@@ -138,7 +154,12 @@ fn heads(fields: &Fields, hidden_size: usize) -> Result<HeadShape, ModelError> {
         None if num_q_heads > 0 && hidden_size.is_multiple_of(num_q_heads) => hidden_size / num_q_heads,
         None => {
             let found = format!("{num_q_heads}, with hidden_size {hidden_size} and no head_dim");
-            return Err(ModelError::bad(fields.file, "num_attention_heads", found, "a divisor of hidden_size"));
+            return Err(ModelError::bad(
+                fields.file,
+                "num_attention_heads",
+                found,
+                "a divisor of hidden_size",
+            ));
         }
     };
     Ok(HeadShape::new(num_q_heads, num_kv_heads, head_dim))

@@ -22,7 +22,12 @@ pub(super) struct Ropes {
 }
 
 /// Reads them. `max_len`: the file's `max_position_embeddings`.
-pub(super) fn ropes(fields: &Fields, family: &Family, head_dim: usize, max_len: usize) -> Result<Ropes, ModelError> {
+pub(super) fn ropes(
+    fields: &Fields,
+    family: &Family,
+    head_dim: usize,
+    max_len: usize,
+) -> Result<Ropes, ModelError> {
     let empty = Map::new();
     let newer = fields.object("rope_parameters")?;
     let (key, scaling) = match newer {
@@ -30,7 +35,14 @@ pub(super) fn ropes(fields: &Fields, family: &Family, head_dim: usize, max_len: 
         None => ("rope_scaling", fields.object("rope_scaling")?.unwrap_or(&empty)),
     };
     let theta = fields.number("rope_theta")?.unwrap_or(family.theta);
-    let reader = |map, key: &str, theta| Reader { file: fields.file, key: key.into(), outer: fields, map, theta, max_len };
+    let reader = |map, key: &str, theta| Reader {
+        file: fields.file,
+        key: key.into(),
+        outer: fields,
+        map,
+        theta,
+        max_len,
+    };
     let nested = Fields { file: fields.file, map: scaling };
     let (ropes, partial) = match (nested.object("full_attention")?, family.local_theta) {
         (Some(_), None) => {
@@ -118,8 +130,10 @@ impl Reader<'_> {
             "default" => Ok(plain),
             "linear" => Ok(with(RopeScaling::Linear { factor: self.need("factor", kind)? }, 1.0)),
             "dynamic" => {
-                let scaling =
-                    RopeScaling::Dynamic { factor: self.need("factor", kind)?, original: self.max_len as f64 };
+                let scaling = RopeScaling::Dynamic {
+                    factor: self.need("factor", kind)?,
+                    original: self.max_len as f64,
+                };
                 Ok(with(scaling, 1.0))
             }
             // Early Phi-3 files call their two lists "su" or "yarn".
@@ -174,7 +188,8 @@ impl Reader<'_> {
             let list = inner.numbers(key, MAX_FACTORS)?;
             list.ok_or_else(|| self.missing(key, "rope_type longrope"))
         };
-        let scaling = RopeScaling::LongRope { short: list("short_factor")?, long: list("long_factor")?, original };
+        let scaling =
+            RopeScaling::LongRope { short: list("short_factor")?, long: list("long_factor")?, original };
         let attention_factor =
             rope::longrope_attention_factor(inner.number("attention_factor")?, factor, original);
         Ok(RopeConfig { theta, scaling, attention_factor })

@@ -183,7 +183,11 @@ impl Core {
                 let problem = Problem {
                     softmax_scale: config.softmax_scale,
                     // A family has sinks in all layers or in none.
-                    scores: Scores { softcap: config.attn_softcap, sink: config.family.sinks, ..Scores::default() },
+                    scores: Scores {
+                        softcap: config.attn_softcap,
+                        sink: config.family.sinks,
+                        ..Scores::default()
+                    },
                     kv_dtype: opts.kv_dtype,
                     kv: KvLayout::Paged { page_size: opts.page_size },
                     ..Problem::new(heads, mask)

@@ -167,12 +167,17 @@ impl Ctx<'_> {
     }
 
     /// Gate, up and activation of the input; leaves the result, `[rows, intermediate_size]`, as the next input.
-    pub(super) fn gated(&mut self, gated: &Gated, rows: usize, gate: &mut [f32], up: &mut [f32], act: &mut [f32]) {
+    pub(super) fn gated(
+        &mut self,
+        gated: &Gated,
+        rows: usize,
+        gate: &mut [f32],
+        up: &mut [f32],
+        act: &mut [f32],
+    ) {
         let inter = self.config.intermediate_size;
-        let mut jobs = [
-            (gated.gate.weight.weight(), out(gate, inter)),
-            (gated.up.weight.weight(), out(up, inter)),
-        ];
+        let mut jobs =
+            [(gated.gate.weight.weight(), out(gate, inter)), (gated.up.weight.weight(), out(up, inter))];
         ops::linear(&mut jobs, self.input, self.linear);
         add_bias(&gated.gate, gate);
         add_bias(&gated.up, up);

@@ -275,7 +275,11 @@ fn tensor_entry<'a>(
     let Some(format) = weight_format(type_id) else {
         let known = TYPE_NAMES.iter().find(|(id, _)| *id == type_id).map_or("unknown type", |(_, n)| n);
         let found = format!("{known} ({type_id})");
-        return Err(cursor.bad(&format_args!("tensor {name} type"), found, WeightFormat::ALL.map(WeightFormat::name).join(", ")));
+        return Err(cursor.bad(
+            &format_args!("tensor {name} type"),
+            found,
+            WeightFormat::ALL.map(WeightFormat::name).join(", "),
+        ));
     };
     let Some(row_bytes) = format.row_bytes(dims[0]) else {
         let supported = format!("a multiple of {} for {}", format.block_elems(), format.name());

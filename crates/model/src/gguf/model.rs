@@ -12,7 +12,7 @@ use crate::assemble::{self, GGUF as NAMES, Names, Store, bias_name};
 use crate::config::{Biases, ExpertsConfig, LayerConfig, MAX_LAYERS, ModelConfig};
 use crate::config_json::extended_len;
 use crate::error::ModelError;
-use crate::family::{self, BiasRule, Family, Windows};
+use crate::family::{self, BiasRule, Cap, Family, Windows};
 use crate::weights::{Tensor, Weights};
 
 /// Metadata of features that would change the numbers, each with the value that means "off".
@@ -23,8 +23,8 @@ const REFUSED_UNLESS: [(&str, f64); 5] = [
     ("embedding_scale", 1.0),
     ("expert_shared_count", 0.0),
 ];
-/// The layers of the one Gemma 3 whose scores are scaled by hidden_size / heads instead of head_dim (27B).
-const GEMMA3_27B_LAYERS: usize = 62;
+/// Layers of the Gemma 2 and 3 of 27B, whose scores are scaled by hidden_size / heads instead of head_dim; their files do not say so.
+const GEMMA_27B_LAYERS: [usize; 2] = [46, 62];
 
 impl Gguf {
     fn need_uint(&self, key: &str) -> Result<usize, ModelError> {
@@ -80,7 +80,12 @@ impl Keys<'_> {
     }
 
     /// An error about a key.
-    pub fn bad(&self, name: &str, found: impl std::fmt::Display, supported: impl std::fmt::Display) -> ModelError {
+    pub fn bad(
+        &self,
+        name: &str,
+        found: impl std::fmt::Display,
+        supported: impl std::fmt::Display,
+    ) -> ModelError {
         self.gguf.bad(format!("metadata {}", self.key(name)), found, supported)
     }
 
@@ -120,12 +125,16 @@ pub fn config(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
         experts,
         heads,
         softmax_scale: softmax_scale(&keys, num_layers, hidden_size, heads)?,
-        attn_softcap: cap(&keys, "attn_logit_softcapping")?,
-        logit_softcap: cap(&keys, "final_logit_softcapping")?,
+        attn_softcap: cap(&keys, family.attn_cap, "attn_logit_softcapping")?,
+        logit_softcap: cap(&keys, family.logit_cap, "final_logit_softcapping")?,
         biases: biases(&keys),
         rms_norm_eps: eps(&keys)?,
         layers: layers(&keys, num_layers, ropes.len() - 1)?,
-        max_position_embeddings: ropes.iter().map(|r| extended_len(&r.scaling, claimed)).max().unwrap_or(claimed),
+        max_position_embeddings: ropes
+            .iter()
+            .map(|r| extended_len(&r.scaling, claimed))
+            .max()
+            .unwrap_or(claimed),
         ropes,
         rotary_dim,
         rope_style: family.gguf_rope,
@@ -177,15 +186,17 @@ fn head_shape(keys: &Keys, hidden_size: usize) -> Result<HeadShape, ModelError> 
 fn eps(keys: &Keys) -> Result<f32, ModelError> {
     let key = keys.key("attention.layer_norm_rms_epsilon");
     let eps = keys.gguf.float(&key)?;
-    let eps = eps.ok_or_else(|| ModelError::missing(keys.gguf.name(), format!("metadata {key}"), "a number"))?;
+    let eps =
+        eps.ok_or_else(|| ModelError::missing(keys.gguf.name(), format!("metadata {key}"), "a number"))?;
     Ok(eps as f32)
 }
 
-/// Caps of scores and logits, which only Gemma models have; 0 is none.
-fn cap(keys: &Keys, name: &str) -> Result<Option<f32>, ModelError> {
-    match keys.number(name)?.filter(|&x| x != 0.0) {
-        Some(found) if !keys.family.scaled_embedding => Err(keys.bad(name, found, "0 (off)")),
-        cap => Ok(cap.map(|x| x as f32)),
+/// A cap of scores or logits; 0 is none.
+fn cap(keys: &Keys, rule: Cap, name: &str) -> Result<Option<f32>, ModelError> {
+    match (rule, keys.number(name)?) {
+        (Cap::No, Some(found)) if found != 0.0 => Err(keys.bad(name, found, "0 (off)")),
+        (Cap::Default(default), None) => Ok(Some(default as f32)),
+        (_, number) => Ok(number.filter(|&x| x != 0.0).map(|x| x as f32)),
     }
 }
 
@@ -196,7 +207,7 @@ fn softmax_scale(
     heads: HeadShape,
 ) -> Result<Option<f32>, ModelError> {
     let given = keys.number("attention.scale")?.filter(|&x| x != 0.0).map(|x| x as f32);
-    let large_gemma = keys.family.scaled_embedding && num_layers == GEMMA3_27B_LAYERS;
+    let large_gemma = keys.family.scaled_embedding && GEMMA_27B_LAYERS.contains(&num_layers);
     Ok(given.or(large_gemma.then(|| (hidden_size as f32 / heads.num_q_heads as f32).powf(-0.5))))
 }
 

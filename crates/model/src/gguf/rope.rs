@@ -47,9 +47,15 @@ fn global(keys: &Keys, theta: f64, rotary_dim: usize, claimed: usize) -> Result<
         let scaling = RopeScaling::LongRope { short, long, original };
         return Ok(RopeConfig { theta, scaling, attention_factor: given.unwrap_or(1.0) });
     }
-    let need = || divisor.ok_or_else(|| {
-        ModelError::missing(keys.gguf.name(), format!("metadata {}", keys.key("rope.scaling.factor")), kind.to_string())
-    });
+    let need = || {
+        divisor.ok_or_else(|| {
+            ModelError::missing(
+                keys.gguf.name(),
+                format!("metadata {}", keys.key("rope.scaling.factor")),
+                kind.to_string(),
+            )
+        })
+    };
     let scaling = match (kind, freqs) {
         ("none" | "linear", Some(freqs)) if divisor.is_none_or(|f| f == 1.0) => RopeScaling::Factors(freqs),
         ("none", None) => match keys.number("rope.scale_linear")?.filter(|&f| f != 1.0) {
@@ -59,7 +65,8 @@ fn global(keys: &Keys, theta: f64, rotary_dim: usize, claimed: usize) -> Result<
         ("linear", None) => RopeScaling::Linear { factor: need()? },
         ("yarn", None) => {
             let factor = need()?;
-            let number = |name: &str, default: f64| Ok::<_, ModelError>(keys.number(name)?.unwrap_or(default));
+            let number =
+                |name: &str, default: f64| Ok::<_, ModelError>(keys.number(name)?.unwrap_or(default));
             let scaling = RopeScaling::Yarn {
                 factor,
                 original,
@@ -74,7 +81,8 @@ fn global(keys: &Keys, theta: f64, rotary_dim: usize, claimed: usize) -> Result<
         }
         (kind, freqs) => {
             let with = if freqs.is_some() { format!(" beside a tensor {FREQS}") } else { String::new() };
-            let supported = format!("none (with or without a tensor {FREQS}), linear, yarn, longrope with its tensors");
+            let supported =
+                format!("none (with or without a tensor {FREQS}), linear, yarn, longrope with its tensors");
             return Err(keys.bad(TYPE, format!("{kind:?}{with}"), supported));
         }
     };

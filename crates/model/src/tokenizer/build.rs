@@ -80,7 +80,8 @@ impl Parts {
                 let bytes = byte_ids(bytes.iter().map(|(text, id)| (text.as_str(), *id)), unk);
                 let plain: Vec<String> = tokens.iter().map(|t| t.0.clone()).collect();
                 let pieces = tokens.into_iter().zip(scores);
-                let pieces = pieces.map(|((text, id), score)| (text.into_boxed_str(), Piece { id, score })).collect();
+                let pieces =
+                    pieces.map(|((text, id), score)| (text.into_boxed_str(), Piece { id, score })).collect();
                 let plain = plain.iter().map(String::as_str);
                 Merger::Spaces(Spaces::new(Merges::Scores(pieces), prefix, plain, bytes))
             }

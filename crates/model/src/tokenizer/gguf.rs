@@ -128,7 +128,8 @@ impl Tokenizer {
                 TokenizerError::unsupported("tokenizer.ggml.pre", found, Split::GGUF_NAMES)
             })?;
             let merges = vocab.merges.into_iter().map(pair).collect::<Result<_, _>>()?;
-            let llama3 = split == Split::Llama3;
+            // One other kind cuts as Llama 3 does, but merges words that are tokens, and writes no begin token.
+            let llama3 = split == Split::Llama3 && vocab.pre.as_deref() != Some("smaug-bpe");
             (Rules::ByteLevel { split, merges, ignore_merges: llama3 }, llama3)
         };
         let wanted =
@@ -180,7 +181,8 @@ fn sort_tokens(
             }
             other => {
                 let found = format!("{other} for token {id} {content:?}");
-                let supported = "1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte (SentencePiece)";
+                let supported =
+                    "1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte (SentencePiece)";
                 return Err(TokenizerError::unsupported("tokenizer.ggml.token_type", found, supported));
             }
         }

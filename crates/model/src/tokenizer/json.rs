@@ -132,19 +132,18 @@ fn parse<'a, T: Deserialize<'a>>(name: &str, bytes: &'a [u8]) -> Result<T, Token
 impl File {
     fn into_parts(self, config: &Value) -> Result<Parts, TokenizerError> {
         const FIELD: &str = "tokenizer.json: model.vocab";
-        let prefix = if self.model.byte_fallback { Some(self.spaces()?) } else { None };
-        self.refuse_options(prefix.is_some())?;
-        let split = match prefix {
-            None => Some(split_of(self.pre_tokenizer.as_ref())?),
-            Some(_) => None,
-        };
+        let spaces = if self.model.byte_fallback { Some(self.spaces()?) } else { None };
+        self.refuse_options(spaces.is_some())?;
         let highest = self.model.vocab.values().copied().chain(self.added_tokens.iter().map(|t| t.id)).max();
         let vocab_size = highest.map_or(0, |id| id as usize + 1);
         check_size(FIELD, vocab_size)?;
         let mut vocab = self.model.vocab;
         // A run of U+2581 never stands in text before it is normalised: such a token is made by merging, as any other.
         let by_merging = |t: &Added| {
-            prefix.is_some() && !t.special && t.content.contains('\u{2581}') && vocab.get(&t.content) == Some(&t.id)
+            spaces.is_some()
+                && !t.special
+                && t.content.contains('\u{2581}')
+                && vocab.get(&t.content) == Some(&t.id)
         };
         let added: Vec<Added> = self.added_tokens.into_iter().filter(|t| !by_merging(t)).collect();
         for token in &added {
@@ -160,9 +159,13 @@ impl File {
             prefix.extend(special.bos);
         }
         let merges = self.model.merges.into_iter().map(|p| (p.0, p.1)).collect();
-        let rules = match (split, prefix) {
-            (Some(split), _) => Rules::ByteLevel { split, merges, ignore_merges: self.model.ignore_merges },
-            (None, prefix) => Rules::Ranks { merges, prefix: prefix.unwrap_or(Prefix::Never) },
+        let rules = match spaces {
+            Some(prefix) => Rules::Ranks { merges, prefix },
+            None => Rules::ByteLevel {
+                split: split_of(self.pre_tokenizer.as_ref())?,
+                merges,
+                ignore_merges: self.model.ignore_merges,
+            },
         };
         Ok(Parts {
             field: FIELD,
@@ -206,14 +209,19 @@ impl File {
             }
         }
         if !replaced {
-            return Err(refuse("normalizer", &"none that replaces spaces", "Replace of a space by U+2581, or Metaspace"));
+            return Err(refuse(
+                "normalizer",
+                &"none that replaces spaces",
+                "Replace of a space by U+2581, or Metaspace",
+            ));
         }
         Ok(prefix)
     }
 
     /// Options that would change ids and are not run here. `spaces`: a SentencePiece vocabulary, whose normalizer has been read.
     fn refuse_options(&self, spaces: bool) -> Result<(), TokenizerError> {
-        let refuse = |field: &str, found: &dyn fmt::Display, supported: &str| Err(refuse(field, found, supported));
+        let refuse =
+            |field: &str, found: &dyn fmt::Display, supported: &str| Err(refuse(field, found, supported));
         let filled = |text: &Option<String>| text.clone().filter(|t| !t.is_empty());
         if let Some(normalizer) = self.normalizer.as_ref().filter(|n| !spaces && !n.is_null()) {
             return refuse("normalizer", &kind_of(normalizer), "none");
@@ -270,7 +278,7 @@ fn flag(part: &Value, name: &str, default: bool) -> bool {
 fn split_of(pre: Option<&Value>) -> Result<Split, TokenizerError> {
     let refuse = |found: String| {
         let supported = "ByteLevel; Sequence[Digits(individual), ByteLevel]; Sequence[Split(the published pattern of GPT-2, \
-                         Llama 3 or Qwen 2), ByteLevel]; each with add_prefix_space = false";
+                         Llama 3, Qwen 2 or GPT-4o), ByteLevel]; each with add_prefix_space = false";
         TokenizerError::unsupported("tokenizer.json: pre_tokenizer", found, supported)
     };
     let pre = pre.filter(|p| !p.is_null()).ok_or_else(|| refuse("none".into()))?;

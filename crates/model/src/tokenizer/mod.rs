@@ -254,7 +254,9 @@ impl Tokenizer {
         match &self.merger {
             Merger::Bytes => "bytes".into(),
             Merger::ByteLevel { split, .. } => format!("byte-level BPE, {split:?} words"),
-            Merger::Spaces(Spaces { merges: spaces::Merges::Scores(_), .. }) => "SentencePiece BPE by scores".into(),
+            Merger::Spaces(Spaces { merges: spaces::Merges::Scores(_), .. }) => {
+                "SentencePiece BPE by scores".into()
+            }
             Merger::Spaces(_) => "SentencePiece BPE by ranks".into(),
         }
     }

@@ -173,7 +173,13 @@ struct Merger {
 }
 
 impl Merger {
-    fn merge(&mut self, word: &str, pieces: &HashMap<Box<str>, Piece>, bytes: &[Option<u32>; 256], ids: &mut Vec<u32>) {
+    fn merge(
+        &mut self,
+        word: &str,
+        pieces: &HashMap<Box<str>, Piece>,
+        bytes: &[Option<u32>; 256],
+        ids: &mut Vec<u32>,
+    ) {
         self.symbols.clear();
         self.heap.clear();
         for (i, (start, c)) in word.char_indices().enumerate() {

@@ -51,7 +51,9 @@ fn matvec<R: Real>(l: &Linear, x: &[R]) -> Vec<R> {
     let bias = |i: usize| R::of(l.bias.as_ref().map_or(0.0, |b| f64::from(b[i])));
     w.chunks_exact(cols)
         .enumerate()
-        .map(|(i, row)| row.iter().zip(x).fold(R::of(0.0), |s, (&w, &x)| s + R::of(f64::from(w)) * x) + bias(i))
+        .map(|(i, row)| {
+            row.iter().zip(x).fold(R::of(0.0), |s, (&w, &x)| s + R::of(f64::from(w)) * x) + bias(i)
+        })
         .collect()
 }
 
@@ -170,8 +172,11 @@ pub fn logits<R: Real>(model: &Model, tokens: &[u32], set: Setting) -> Vec<f64> 
         .collect();
     let embed_scale = R::of(if c.family.scaled_embedding { (c.hidden_size as f64).sqrt() } else { 1.0 });
     let embed = w.embed.to_f32();
-    let row =
-        |t: u32| embed[t as usize * c.hidden_size..][..c.hidden_size].iter().map(|&x| embed_scale * R::of(f64::from(x)));
+    let row = |t: u32| {
+        embed[t as usize * c.hidden_size..][..c.hidden_size]
+            .iter()
+            .map(|&x| embed_scale * R::of(f64::from(x)))
+    };
     let mut x: Vec<Vec<R>> = tokens.iter().map(|&t| row(t).collect()).collect();
     let store = |y: Vec<R>| -> Vec<R> {
         if !set.bf16_kv {
@@ -188,7 +193,8 @@ pub fn logits<R: Real>(model: &Model, tokens: &[u32], set: Setting) -> Vec<f64> 
             let h = norm(x, &layer.attn_norm, c.rms_norm_eps);
             let (mut qi, mut ki) = (matvec(&layer.q, &h), matvec(&layer.k, &h));
             if let Some([q_norm, k_norm]) = &layer.qk_norms {
-                let heads = |x: &[R], w: &[f32]| x.chunks(w.len()).flat_map(|h| norm(h, w, c.rms_norm_eps)).collect();
+                let heads =
+                    |x: &[R], w: &[f32]| x.chunks(w.len()).flat_map(|h| norm(h, w, c.rms_norm_eps)).collect();
                 (qi, ki) = (heads(&qi, q_norm), heads(&ki, k_norm));
             }
             if let Some(r) = config.rope {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use suanpan_base::HeadShape;
 use suanpan_model::{
-    Biases, Ffn, Gated, LayerConfig, LayerWeights, Linear, Mlp, Model, ModelConfig, RopeConfig, Tensor, Tokenizer,
-    Weights, family,
+    Biases, Ffn, Gated, LayerConfig, LayerWeights, Linear, Mlp, Model, ModelConfig, RopeConfig, Tensor,
+    Tokenizer, Weights, family,
 };
 use suanpan_ops::RopeStyle;
 

@@ -107,7 +107,10 @@ fn numbers_that_give_no_rotary_positions_are_refused_by_name() {
         (json!({"type": "yarn", "factor": 4.0, "beta_fast": 1.0, "beta_slow": 2.0}), "beta_fast"),
         (json!({"type": "yarn", "factor": 4.0, "attention_factor": -1.0}), "attention_factor"),
         (json!({"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}), "short_factor"),
-        (json!({"type": "longrope", "short_factor": vec![1.0; 32], "long_factor": vec![0.0; 32]}), "long_factor"),
+        (
+            json!({"type": "longrope", "short_factor": vec![1.0; 32], "long_factor": vec![0.0; 32]}),
+            "long_factor",
+        ),
     ] {
         assert_eq!(refused(&with("rope_scaling", scaling)).0, field);
     }

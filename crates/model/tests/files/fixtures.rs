@@ -1,7 +1,7 @@
 //! The committed models load, and both containers mean the same weights.
 
 use suanpan_base::DType;
-use suanpan_model::{LoadStage, Model, RopeScaling, Tensor, rope};
+use suanpan_model::{Ffn, LoadStage, Mlp, Model, RopeScaling, Tensor, rope};
 use suanpan_ops::RopeStyle;
 
 use super::{fixture, load_path};

@@ -141,10 +141,8 @@ unsafe fn fifth_bits<V: Vector, const J: u32>(bits: V::Int) -> V::Int {
     // SAFETY: the caller's promise.
     unsafe {
         let bits = V::shr::<J>(bits);
-        let low = V::or(
-            V::and(V::shl::<4>(bits), V::splat(0x10)),
-            V::and(V::shl::<11>(bits), V::splat(0x1000)),
-        );
+        let low =
+            V::or(V::and(V::shl::<4>(bits), V::splat(0x10)), V::and(V::shl::<11>(bits), V::splat(0x1000)));
         let high = V::or(
             V::and(V::shl::<18>(bits), V::splat(0x10_0000)),
             V::and(V::shl::<25>(bits), V::splat(0x1000_0000)),
