@@ -301,6 +301,42 @@ def family_models():
     write_logits("gpt-oss", oss, [6, 100])
 
 
+def write_fp8(name, kind, seed, blocks, quantization, end):
+    """Matrices in E4M3 with scales a block (or a row: blocks of one row); the reference runs on what they stand for."""
+    model = make(kind, seed, rope_parameters=rope(), tie_word_embeddings=False)
+    tensors, exact = {}, {}
+    for key, value in base.state(model).items():
+        if value.ndim != 2 or "embed" in key or "lm_head" in key:
+            tensors[key] = value.to(torch.bfloat16)
+            continue
+        rows, cols = value.shape
+        br, bc = min(blocks[0], rows), min(blocks[1], cols)
+        scales = torch.zeros(-(-rows // br), -(-cols // bc))
+        data = torch.zeros(rows, cols, dtype=torch.float8_e4m3fn)
+        wide = torch.zeros(rows, cols)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                at = slice(i * br, (i + 1) * br), slice(j * bc, (j + 1) * bc)
+                scales[i, j] = value[at].abs().max() / 448.0
+                data[at] = (value[at] / scales[i, j]).to(torch.float8_e4m3fn)
+                wide[at] = data[at].float() * scales[i, j]
+        tensors |= {key: data, key + end: scales}
+        exact[key] = wide
+    model.load_state_dict(exact, strict=False)
+    d = base.new_style(model.config) | {"quantization_config": quantization}
+    write_folder(name, model, d)
+    save_file(tensors, OUT / name / "model.safetensors", metadata={"format": "pt"})
+    (OUT / name / "model.safetensors").chmod(0o644)
+    write_logits(name, model, [40])
+
+
+def fp8_models():
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [16, 24]}
+    write_fp8("fp8-blocks", "llama", 30, (16, 24), fp8, "_scale_inv")
+    packed = {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"}
+    write_fp8("fp8-rows", "qwen3", 31, (1, 1 << 20), packed, "_scale")
+
+
 def rope_models():
     """RoPE variants on a Llama of an original length of 64 tokens; prompts within and past it."""
     linear = make("llama", 20, rope_parameters=rope("linear", factor=4.0))
@@ -333,6 +369,7 @@ def main():
     OUT.mkdir(parents=True)
     family_models()
     rope_models()
+    fp8_models()
     total = sum(f.stat().st_size for f in OUT.rglob("*") if f.is_file())
     print(f"{total} bytes in {OUT}")
     assert total < 3_000_000, "the committed fixtures stay small"

@@ -42,7 +42,8 @@ def kind(sp, i):
         return 2
     if sp.is_control(i):
         return 3
-    return 4 if sp.id_to_piece(i) in USER else 1
+    # A vocabulary may also have learned such a piece, with a score of its own.
+    return 4 if sp.id_to_piece(i) in USER and sp.get_score(i) == 0.0 else 1
 
 
 def write_gguf(path, sp, dummy_prefix):
@@ -97,7 +98,7 @@ def write_json(name, sp, tokenizer):
     tok.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     tok.add_special_tokens([AddedToken(sp.id_to_piece(i), special=True, normalized=False)
                             for i in range(sp.get_piece_size()) if kind(sp, i) in (2, 3)])
-    tok.add_tokens([AddedToken(t, normalized=False) for t in USER if t in vocab])
+    tok.add_tokens([AddedToken(t, normalized=False) for t in USER if t in vocab and kind(sp, vocab[t]) == 4])
     tok.save(str(OUT / f"{name}.json"), pretty=False)
     # Control tokens typed by a user stay text there, too, only when they are not matched.
     plain = Tokenizer.from_file(str(OUT / f"{name}.json"))

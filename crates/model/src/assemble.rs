@@ -179,9 +179,13 @@ impl LayerStore<'_> {
             let part = start..start + n;
             start += n;
             let bias = whole.bias.as_ref().map(|b| b[part.clone()].to_vec());
-            Linear { weight: whole.weight.slice_rows(part), bias }
+            let weight = whole.weight.slice_rows(part.clone()).ok_or_else(|| {
+                let found = format!("a block of scales across row {} or {}", part.start, part.end);
+                ModelError::bad(&*self.full(name), format!("tensor {name}"), found, "blocks within one part")
+            })?;
+            Ok(Linear { weight, bias })
         });
-        Ok(parts.collect())
+        parts.collect()
     }
 }
 
@@ -259,7 +263,8 @@ fn mlp(config: &ModelConfig, store: &mut LayerStore<'_>) -> Result<Mlp, ModelErr
     } else {
         [store.linear(names.gate, [inter, hidden], bias)?, store.linear(names.up, [inter, hidden], bias)?]
     };
-    Ok(Mlp::Dense(Gated { gate, up, down: store.linear(names.down, [hidden, inter], bias)? }))
+    let down = store.linear(names.down, [hidden, inter], bias)?;
+    Ok(Mlp::Dense(Box::new(Gated { gate, up, down })))
 }
 
 /// Refuses a file that holds tensors nobody used: a bias, an adapter or a second expert silently left out is a wrong model.

@@ -134,6 +134,8 @@ pub struct ModelConfig {
     pub attn_softcap: Option<f32>,
     /// The same of the logits.
     pub logit_softcap: Option<f32>,
+    /// Rows and columns of a block of FP8 scales, where the file's weights have them.
+    pub fp8_block: Option<[usize; 2]>,
     /// Products with a bias.
     pub biases: Biases,
     /// Added to the mean square before the root.

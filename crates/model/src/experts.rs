@@ -25,7 +25,7 @@ pub(crate) fn weights(
             let all = store.tensor(&format!("ffn_{role}_exps.weight"), &[count, rows, cols])?;
             let bias = store.tensor(&format!("ffn_{role}_exps.bias"), &[count, rows])?.to_f32();
             Ok::<_, ModelError>((0..count).map(move |e| Linear {
-                weight: all.slice_rows(e * rows..(e + 1) * rows),
+                weight: all.slice_rows(e * rows..(e + 1) * rows).expect("experts have no scales beside them"),
                 bias: Some(bias[e * rows..(e + 1) * rows].to_vec()),
             }))
         };
@@ -48,7 +48,9 @@ pub(crate) fn weights(
             gate: Linear { weight: part(first)?, bias: bias(0) },
             up: Linear { weight: part(first + 1)?, bias: bias(1) },
             down: Linear {
-                weight: down.slice_rows(e * hidden..(e + 1) * hidden),
+                weight: down
+                    .slice_rows(e * hidden..(e + 1) * hidden)
+                    .expect("experts have no scales beside them"),
                 bias: Some(down_bias[e * hidden..(e + 1) * hidden].to_vec()),
             },
         })

@@ -47,7 +47,7 @@ const DTYPE_BITS: [(&str, usize); 21] = [
     ("U64", 64),
     ("F64", 64),
 ];
-const SUPPORTED_DTYPES: &str = "F32, F16, BF16";
+const SUPPORTED_DTYPES: &str = "F32, F16, BF16, F8_E4M3 with scales";
 
 /// An opened safetensors file whose header has been checked whole.
 pub struct SafeTensors {
@@ -127,6 +127,7 @@ impl SafeTensors {
             "F32" => WeightFormat::F32,
             "F16" => WeightFormat::F16,
             "BF16" => WeightFormat::Bf16,
+            "F8_E4M3" => WeightFormat::F8E4M3,
             other => {
                 return Err(ModelError::bad(self.name(), field, format!("type {other}"), SUPPORTED_DTYPES));
             }

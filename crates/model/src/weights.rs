@@ -1,8 +1,9 @@
 //! The weights of a model: named roles, each a tensor that keeps its file's format in shared memory.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use suanpan_ops::{Weight, WeightFormat};
+use suanpan_ops::{Scales, Weight, WeightFormat};
 
 use crate::error::ModelError;
 use crate::source::Source;
@@ -17,6 +18,15 @@ pub struct Tensor {
     format: WeightFormat,
     rows: usize,
     cols: usize,
+    scales: Option<ScaleGrid>,
+}
+
+/// Scales beside a matrix, one a block of elements.
+#[derive(Clone, Debug)]
+struct ScaleGrid {
+    data: Arc<[f32]>,
+    block_rows: usize,
+    block_cols: usize,
 }
 
 /// Weights of the whole transformer.
@@ -39,6 +49,12 @@ pub struct Linear {
     pub weight: Tensor,
     /// `[out features]`.
     pub bias: Option<Vec<f32>>,
+}
+
+impl ScaleGrid {
+    fn view(&self) -> Scales<'_> {
+        Scales { data: &self.data, block_rows: self.block_rows, block_cols: self.block_cols }
+    }
 }
 
 impl From<Tensor> for Linear {
@@ -85,7 +101,7 @@ pub struct Ffn {
 #[derive(Clone, Debug)]
 pub enum Mlp {
     /// The same for every token.
-    Dense(Gated),
+    Dense(Box<Gated>),
     /// A few of many for each token.
     Experts {
         /// `[experts, hidden_size]`.
@@ -129,7 +145,7 @@ impl Mlp {
     /// Every product with the name of its role.
     pub fn linears(&self) -> impl Iterator<Item = (String, &Linear)> {
         let (router, all) = match self {
-            Mlp::Dense(gated) => (None, std::slice::from_ref(gated)),
+            Mlp::Dense(gated) => (None, std::slice::from_ref(&**gated)),
             Mlp::Experts { router, experts } => (Some(router), experts.as_slice()),
         };
         let many = router.is_some();
@@ -164,7 +180,7 @@ impl Tensor {
         };
         Weight::new(format, rows, cols, data)
             .map_err(|e| refuse(format!("{} {}", e.field, e.asked), e.supported))?;
-        let tensor = Tensor { source: source.clone(), range, format, rows, cols };
+        let tensor = Tensor { source: source.clone(), range, format, rows, cols, scales: None };
         Ok(tensor.aligned())
     }
 
@@ -186,6 +202,19 @@ impl Tensor {
         Tensor::from_bytes(name, bytes, WeightFormat::F32, rows, cols)
     }
 
+    /// The same matrix, each element times the scale of its block of `block_rows` x `block_cols`; `data`: `[rows / block_rows, cols /
+    /// block_cols]`, both rounded up.
+    pub fn with_scales(
+        self,
+        data: Vec<f32>,
+        block_rows: usize,
+        block_cols: usize,
+    ) -> Result<Tensor, ModelError> {
+        let grid = ScaleGrid { data: data.into(), block_rows, block_cols };
+        self.weight().with_scales(grid.view())?;
+        Ok(Tensor { scales: Some(grid), ..self })
+    }
+
     /// Kernels read float formats as typed slices. A file may place a tensor at any byte (safetensors does not align), so
     /// a crooked one is copied once, here; a straight one stays in the mapping.
     fn aligned(self) -> Tensor {
@@ -205,14 +234,27 @@ impl Tensor {
         Tensor { source: Source::owned(self.source.name(), copy), range: start..start + len, ..self }
     }
 
-    /// Rows `rows` of the same bytes.
+    /// Rows `rows` of the same bytes. `None` where they cut a block of scales.
     ///
     /// Panics when they are not inside: callers have checked shapes.
-    pub fn slice_rows(&self, rows: Range<usize>) -> Tensor {
+    pub fn slice_rows(&self, rows: Range<usize>) -> Option<Tensor> {
         assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
         let row_bytes = self.range.len() / self.rows;
         let range = self.range.start + rows.start * row_bytes..self.range.start + rows.end * row_bytes;
-        Tensor { source: self.source.clone(), range, rows: rows.len(), ..*self }
+        let scales = match &self.scales {
+            None => None,
+            Some(grid) => {
+                let whole = |row: usize| row.is_multiple_of(grid.block_rows) || row == self.rows;
+                if !whole(rows.start) || !whole(rows.end) {
+                    return None;
+                }
+                let per_row = self.cols.div_ceil(grid.block_cols);
+                let first = rows.start / grid.block_rows * per_row;
+                let data = &grid.data[first..rows.end.div_ceil(grid.block_rows) * per_row];
+                Some(ScaleGrid { data: data.into(), ..*grid })
+            }
+        };
+        Some(Tensor { source: self.source.clone(), range, rows: rows.len(), scales, ..*self })
     }
 
     /// A copy of rows `first`, `first + 2`, …, `count` of them.
@@ -245,8 +287,12 @@ impl Tensor {
 
     /// The view that kernels take.
     pub fn weight(&self) -> Weight<'_> {
-        Weight::new(self.format, self.rows, self.cols, self.bytes())
-            .expect("checked when the tensor was made")
+        let weight = Weight::new(self.format, self.rows, self.cols, self.bytes());
+        let scaled = weight.and_then(|w| match &self.scales {
+            None => Ok(w),
+            Some(grid) => w.with_scales(grid.view()),
+        });
+        scaled.expect("checked when the tensor was made")
     }
 
     /// Out features.

@@ -94,6 +94,8 @@ models! {
     phi3_with_a_window_as_transformers_4_wrote_it: "phi3-old", "phi3-old";
     gpt_oss: "gpt-oss", "gpt-oss";
     gpt_oss_gguf: "gpt-oss.gguf", "gpt-oss";
+    fp8_with_scales_a_block: "fp8-blocks", "fp8-blocks";
+    fp8_with_scales_a_row: "fp8-rows", "fp8-rows";
     rope_linear: "rope-linear", "rope-linear";
     rope_linear_gguf: "rope-linear.gguf", "rope-linear";
     rope_dynamic: "rope-dynamic", "rope-dynamic";

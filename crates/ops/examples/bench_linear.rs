@@ -36,8 +36,11 @@ fn random_matrix(format: WeightFormat, rows: usize, cols: usize, noise: &mut Noi
         WeightFormat::Q2K => &[80, 82],
         WeightFormat::Q3K => &[108],
         WeightFormat::Q6K => &[208],
-        WeightFormat::Mxfp4 => &[],
+        WeightFormat::Mxfp4 | WeightFormat::F8E4M3 => &[],
     };
+    if format == WeightFormat::F8E4M3 {
+        data.iter_mut().for_each(|b| *b &= 0xbf);
+    }
     if format == WeightFormat::Mxfp4 {
         data.chunks_exact_mut(17).for_each(|block| block[0] = 120);
     }

@@ -60,7 +60,7 @@ per_isa! {
 
 per_isa! {
     fn gelu_part(gate: &[f32], up: &[f32], out: &mut [f32]) {
-        const TWICE: f32 = 1.595_769_1; // 2 √(2/π)
+        const TWICE: f32 = 1.595_769_2; // 2 √(2/π)
         for ((o, &g), &u) in out.iter_mut().zip(gate).zip(up) {
             *o = g / (1.0 + exp(-TWICE * (g + 0.044_715 * g * g * g))) * u;
         }

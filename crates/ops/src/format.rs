@@ -16,6 +16,8 @@ pub enum WeightFormat {
     F16,
     /// bfloat16.
     Bf16,
+    /// FP8 with 4 bits of exponent (E4M3, no infinities), with scales beside it.
+    F8E4M3,
     /// 32 elements: f16 scale, 16 bytes of 4-bit values; `w = d·(q − 8)`.
     Q4_0,
     /// 32 elements: f16 scale, f16 minimum, 16 bytes of 4-bit values; `w = d·q + m`.
@@ -46,10 +48,11 @@ pub enum WeightFormat {
 
 impl WeightFormat {
     /// Every format, in the order in which tables print them.
-    pub const ALL: [WeightFormat; 16] = [
+    pub const ALL: [WeightFormat; 17] = [
         WeightFormat::F32,
         WeightFormat::F16,
         WeightFormat::Bf16,
+        WeightFormat::F8E4M3,
         WeightFormat::Q4_0,
         WeightFormat::Q4_1,
         WeightFormat::Q5_0,
@@ -71,6 +74,7 @@ impl WeightFormat {
             WeightFormat::F32 => (1, 4, "F32"),
             WeightFormat::F16 => (1, 2, "F16"),
             WeightFormat::Bf16 => (1, 2, "BF16"),
+            WeightFormat::F8E4M3 => (1, 1, "F8_E4M3"),
             WeightFormat::Q4_0 => (32, 18, "Q4_0"),
             WeightFormat::Q4_1 => (32, 20, "Q4_1"),
             WeightFormat::Q5_0 => (32, 22, "Q5_0"),
@@ -125,6 +129,17 @@ impl std::fmt::Display for WeightFormat {
 /// Longest row the kernels address: 16 rows must stay within a signed 32-bit byte offset.
 const MAX_ROW_BYTES: usize = 1 << 26;
 
+/// Scales of a matrix, one for each block of `block_rows` x `block_cols` elements; blocks at the ends may be cut.
+#[derive(Clone, Copy, Debug)]
+pub struct Scales<'a> {
+    /// `[rows / block_rows, cols / block_cols]`, both rounded up.
+    pub data: &'a [f32],
+    /// Rows of a block.
+    pub block_rows: usize,
+    /// Columns of a block.
+    pub block_cols: usize,
+}
+
 /// A weight matrix `[rows, cols]` (out features, in features) in its file's bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Weight<'a> {
@@ -133,6 +148,7 @@ pub struct Weight<'a> {
     cols: usize,
     row_bytes: usize,
     data: &'a [u8],
+    scales: Option<Scales<'a>>,
 }
 
 impl<'a> Weight<'a> {
@@ -160,7 +176,38 @@ impl<'a> Weight<'a> {
             let asked = format!("{} bytes for {format} [{rows}, {cols}]", data.len());
             return Err(BadArgument::new(OP, "data", asked, format!("exactly {need} bytes")));
         }
-        Ok(Weight { format, rows, cols, row_bytes, data })
+        Ok(Weight { format, rows, cols, row_bytes, data, scales: None })
+    }
+
+    /// The same matrix, each element times the scale of its block.
+    ///
+    /// # Errors
+    /// Blocks without rows or columns, another number of scales, or a block format, which has its own.
+    pub fn with_scales(self, scales: Scales<'a>) -> Result<Weight<'a>, BadArgument> {
+        const OP: &str = "weight";
+        if self.format.is_quantised() {
+            return Err(BadArgument::new(OP, "scales", format!("beside {}", self.format), "none"));
+        }
+        if scales.block_rows == 0 || scales.block_cols == 0 {
+            let asked = format!("blocks of {} x {}", scales.block_rows, scales.block_cols);
+            return Err(BadArgument::new(OP, "scales", asked, "at least 1 x 1"));
+        }
+        let need = self.rows.div_ceil(scales.block_rows) * self.cols.div_ceil(scales.block_cols);
+        if scales.data.len() != need {
+            return Err(BadArgument::new(OP, "scales", scales.data.len(), format!("{need}, one a block")));
+        }
+        Ok(Weight { scales: Some(scales), ..self })
+    }
+
+    /// Scale of element (`r`, `k`); 1 without scales.
+    pub(crate) fn scale(&self, r: usize, k: usize) -> f32 {
+        self.scales
+            .map_or(1.0, |s| s.data[r / s.block_rows * self.cols.div_ceil(s.block_cols) + k / s.block_cols])
+    }
+
+    /// Columns that share a scale; `None` without scales.
+    pub(crate) fn scale_cols(&self) -> Option<usize> {
+        self.scales.map(|s| s.block_cols)
     }
 
     /// Element format.
@@ -198,5 +245,11 @@ impl<'a> Weight<'a> {
     pub fn dequantize_row(&self, r: usize, out: &mut [f32]) {
         assert_eq!(out.len(), self.cols, "dequantize_row: length of out");
         dequant::row(self.format, self.row(r), out);
+        if let Some(cols) = self.scale_cols() {
+            for (block, out) in out.chunks_mut(cols).enumerate() {
+                let scale = self.scale(r, block * cols);
+                out.iter_mut().for_each(|x| *x *= scale);
+            }
+        }
     }
 }

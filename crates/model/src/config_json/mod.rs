@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use suanpan_base::HeadShape;
 use suanpan_ops::{Activation, RopeStyle};
 
-use crate::config::{Biases, ExpertsConfig, ModelConfig, RopeScaling};
+use crate::config::{Biases, ExpertsConfig, MAX_SIZE, ModelConfig, RopeScaling};
 use crate::error::ModelError;
 use crate::family::{self, BiasRule, Cap, Family};
 use fields::Fields;
@@ -93,6 +93,7 @@ pub fn config(file: &str, bytes: &[u8], name: &str) -> Result<ModelConfig, Model
         softmax_scale: softmax_scale(&fields, family)?,
         attn_softcap: cap(&fields, family, family.attn_cap, "attn_logit_softcapping")?,
         logit_softcap: cap(&fields, family, family.logit_cap, "final_logit_softcapping")?,
+        fp8_block: fp8_block(&fields, family)?,
         biases: biases(&fields, family)?,
         rms_norm_eps: fields.number("rms_norm_eps")?.unwrap_or(1e-6) as f32,
         max_position_embeddings: ropes
@@ -118,7 +119,7 @@ pub fn config(file: &str, bytes: &[u8], name: &str) -> Result<ModelConfig, Model
 pub(crate) fn extended_len(scaling: &RopeScaling, claimed: usize) -> usize {
     match *scaling {
         RopeScaling::Dynamic { factor, original } | RopeScaling::Yarn { factor, original, .. } => {
-            claimed.max((factor * original).min(crate::config::MAX_SIZE as f64) as usize)
+            claimed.max((factor * original).min(MAX_SIZE as f64) as usize)
         }
         _ => claimed,
     }
@@ -206,6 +207,36 @@ fn experts(fields: &Fields, family: &Family) -> Result<Option<ExpertsConfig>, Mo
     }))
 }
 
+/// Blocks of FP8 scales. Refuses weights quantised in any other way; how activations were to be rounded is not heeded.
+fn fp8_block(fields: &Fields, family: &Family) -> Result<Option<[usize; 2]>, ModelError> {
+    const KEY: &str = "quantization_config";
+    let Some(map) = fields.object(KEY)? else { return Ok(None) };
+    let inner = Fields { file: fields.file, map };
+    let method = inner.text("quant_method")?.unwrap_or("none");
+    match method {
+        "mxfp4" if family.experts => Ok(None),
+        "fp8" => {
+            let block = inner.get::<[usize; 2]>("weight_block_size", "two sizes")?;
+            if let Some(found) = block.filter(|b| b.iter().any(|n| !(1..=MAX_SIZE).contains(n))) {
+                return Err(ModelError::bad(
+                    fields.file,
+                    "weight_block_size",
+                    format!("{found:?}"),
+                    "sizes of at least 1",
+                ));
+            }
+            Ok(block)
+        }
+        "compressed-tensors" if inner.text("format")? == Some("float-quantized") => Ok(None),
+        _ => {
+            let found = format!("quant_method {method:?}");
+            let supported =
+                "null, fp8, compressed-tensors of format float-quantized, or mxfp4 experts of gpt-oss";
+            Err(ModelError::bad(fields.file, KEY, found, supported))
+        }
+    }
+}
+
 fn refuse_unsupported(fields: &Fields, family: &Family) -> Result<(), ModelError> {
     if let Some(list) = fields.get::<Vec<&str>>("architectures", "a list of names")?
         && !list.iter().any(|a| family.classes.contains(a))
@@ -216,14 +247,6 @@ fn refuse_unsupported(fields: &Fields, family: &Family) -> Result<(), ModelError
     for (key, off) in REFUSED_UNLESS {
         if let Some(value) = fields.map.get(key).filter(|v| !off.matches(v)) {
             return Err(fields.bad(key, value, off.describe()));
-        }
-    }
-    if let Some(quantised) = fields.object("quantization_config")? {
-        let method = Fields { file: fields.file, map: quantised }.text("quant_method")?.unwrap_or("none");
-        if !(family.experts && method == "mxfp4") {
-            let found = format!("quant_method {method:?}");
-            let supported = "null, or mxfp4 experts of gpt-oss";
-            return Err(ModelError::bad(fields.file, "quantization_config", found, supported));
         }
     }
     let supported: &[&str] = match family.activation {

@@ -71,7 +71,8 @@ pub(super) fn ropes(
         }
     };
     let rotary_dim = (head_dim as f64 * partial) as usize;
-    if !(partial > 0.0 && partial <= 1.0 && rotary_dim >= 2) {
+    // A head too narrow to be rotated at all is the head's fault, and found with the other sizes.
+    if !(partial > 0.0 && partial <= 1.0 && (rotary_dim >= 2 || head_dim < 2)) {
         let supported = format!("a share of head_dim = {head_dim} that is at least 2 elements, at most 1");
         return Err(ModelError::bad(fields.file, "partial_rotary_factor", partial, supported));
     }

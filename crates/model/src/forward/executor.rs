@@ -334,7 +334,9 @@ impl Core {
 
 /// Room for the inputs of every product. Where no weight needs them in f32, they are held as integers only.
 fn linear_input(weights: &Weights, max_rows: usize, max_cols: usize, precision: Precision) -> LinearInput {
-    if precision.digits() > 0 && weights.tensors().all(|(_, t)| t.format().is_quantised()) {
+    // The embedding is looked up, not multiplied, unless it is the head.
+    let multiplied = weights.tensors().skip(1).map(|(_, t)| t).chain([&weights.lm_head]);
+    if precision.digits() > 0 && multiplied.into_iter().all(|t| t.format().is_quantised()) {
         return LinearInput::quantised_only(max_rows, max_cols, precision);
     }
     LinearInput::new(max_rows, max_cols, precision)

@@ -127,6 +127,7 @@ pub fn config(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
         softmax_scale: softmax_scale(&keys, num_layers, hidden_size, heads)?,
         attn_softcap: cap(&keys, family.attn_cap, "attn_logit_softcapping")?,
         logit_softcap: cap(&keys, family.logit_cap, "final_logit_softcapping")?,
+        fp8_block: None,
         biases: biases(&keys),
         rms_norm_eps: eps(&keys)?,
         layers: layers(&keys, num_layers, ropes.len() - 1)?,

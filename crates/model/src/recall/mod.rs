@@ -63,6 +63,7 @@ pub fn config() -> ModelConfig {
         softmax_scale: None,
         attn_softcap: None,
         logit_softcap: None,
+        fp8_block: None,
         biases: Biases::default(),
         // Far below half an ulp of every mean square here (1/4 and 1), so it changes no bit.
         rms_norm_eps: 1e-12,

@@ -74,7 +74,7 @@ impl Parts {
                 let plain: Vec<String> = tokens.iter().map(|t| t.0.clone()).collect();
                 let bpe = bpe(field, tokens, without_added(merges, &added), |b| b.byte_fallback(true))?;
                 let plain = plain.iter().map(String::as_str);
-                Merger::Spaces(Spaces::new(Merges::Ranks(Box::new(bpe)), prefix, plain, bytes))
+                Merger::Spaces(Box::new(Spaces::new(Merges::Ranks(Box::new(bpe)), prefix, plain, bytes)))
             }
             Rules::Scores { scores, bytes, prefix } => {
                 let bytes = byte_ids(bytes.iter().map(|(text, id)| (text.as_str(), *id)), unk);
@@ -83,7 +83,7 @@ impl Parts {
                 let pieces =
                     pieces.map(|((text, id), score)| (text.into_boxed_str(), Piece { id, score })).collect();
                 let plain = plain.iter().map(String::as_str);
-                Merger::Spaces(Spaces::new(Merges::Scores(pieces), prefix, plain, bytes))
+                Merger::Spaces(Box::new(Spaces::new(Merges::Scores(pieces), prefix, plain, bytes)))
             }
         };
         Ok(Tokenizer {

@@ -92,7 +92,7 @@ enum Merger {
     /// Words of a pattern, spelled in the byte-level alphabet.
     ByteLevel { split: Split, bpe: Box<BPE> },
     /// SentencePiece.
-    Spaces(Spaces),
+    Spaces(Box<Spaces>),
 }
 
 /// A tokenizer. Cheap to share by reference between threads; encoding allocates, decoding is a table walk.
@@ -254,10 +254,10 @@ impl Tokenizer {
         match &self.merger {
             Merger::Bytes => "bytes".into(),
             Merger::ByteLevel { split, .. } => format!("byte-level BPE, {split:?} words"),
-            Merger::Spaces(Spaces { merges: spaces::Merges::Scores(_), .. }) => {
-                "SentencePiece BPE by scores".into()
-            }
-            Merger::Spaces(_) => "SentencePiece BPE by ranks".into(),
+            Merger::Spaces(spaces) => match spaces.merges {
+                spaces::Merges::Scores(_) => "SentencePiece BPE by scores".into(),
+                spaces::Merges::Ranks(_) => "SentencePiece BPE by ranks".into(),
+            },
         }
     }
 }

@@ -54,6 +54,7 @@ pub fn config() -> ModelConfig {
         softmax_scale: None,
         attn_softcap: None,
         logit_softcap: None,
+        fp8_block: None,
         biases: Biases::default(),
         rms_norm_eps: 1e-5,
         ropes: vec![RopeConfig::plain(10_000.0)],
@@ -97,11 +98,11 @@ pub fn model(config: ModelConfig, seed: u64) -> Arc<Model> {
         ffn: (inter > 0).then(|| Ffn {
             norm: norm(hidden, seed + 1),
             post_norm: None,
-            mlp: Mlp::Dense(Gated {
+            mlp: Mlp::Dense(Box::new(Gated {
                 gate: linear(inter, hidden),
                 up: linear(inter, hidden),
                 down: linear(hidden, inter),
-            }),
+            })),
         }),
     });
     let weights = Weights { layers: layers.collect(), embed, lm_head, final_norm: norm(hidden, seed + 2) };

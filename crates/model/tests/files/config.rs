@@ -223,7 +223,7 @@ fn sizes_that_no_kernel_could_run_are_refused() {
         ("num_key_value_heads", json!(0), "num_kv_heads"),
         ("num_hidden_layers", json!(0), "num_hidden_layers"),
         ("num_hidden_layers", json!(1_000_000_000), "num_hidden_layers"),
-        ("head_dim", json!(63), "head_dim_qk"),
+        ("head_dim", json!(63), "rotary_dim"),
         ("head_dim", json!(0), "head_dim_qk"),
         ("vocab_size", json!(0), "vocab_size"),
         ("vocab_size", json!(1.5), "vocab_size"),

@@ -41,6 +41,23 @@ pub(crate) fn f16_at(bytes: &[u8]) -> f32 {
     f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
 }
 
+/// The value of each E4M3 byte: sign, 4 bits of exponent with bias 7, 3 of mantissa; all ones are NaN.
+pub(crate) static F8_E4M3: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut b = 0;
+    while b < 256 {
+        let (exponent, mantissa) = ((b as u32 >> 3) & 15, b as u32 & 7);
+        let size = match (exponent, mantissa) {
+            (15, 7) => f32::NAN,
+            (0, _) => mantissa as f32 / 512.0,
+            _ => f32::from_bits((exponent + 120) << 23 | mantissa << 20),
+        };
+        values[b] = if b < 128 { size } else { -size };
+        b += 1;
+    }
+    values
+};
+
 /// One row in `format` to f32. `out` must have as many elements as `bytes` holds.
 pub(crate) fn row(format: WeightFormat, bytes: &[u8], out: &mut [f32]) {
     match format {
@@ -57,6 +74,11 @@ pub(crate) fn row(format: WeightFormat, bytes: &[u8], out: &mut [f32]) {
         WeightFormat::Bf16 => {
             for (o, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
                 *o = bf16::from_le_bytes(*b).to_f32();
+            }
+        }
+        WeightFormat::F8E4M3 => {
+            for (o, b) in out.iter_mut().zip(bytes) {
+                *o = F8_E4M3[usize::from(*b)];
             }
         }
         WeightFormat::Q4_0 => blocks::<Q4_0>(bytes, out),

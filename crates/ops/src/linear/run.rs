@@ -4,6 +4,7 @@ use super::panel::{Dest, FLOAT_STEP, FloatTile, INT_COLS, IntTile, PANEL_ROWS, R
 use super::unpack::{BFloat16, Float16, Float32, FloatFormat, Unpack};
 use super::vector::{Kernels, portable::Portable};
 use super::{FEW_ROWS, Job, Region};
+use crate::dequant::F8_E4M3;
 use crate::dequant::kquant::{Q2K, Q3K, Q4K, Q5K, Q6K};
 use crate::dequant::legacy::{Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
 use crate::dequant::table::{Iq4Nl, Iq4Xs, Mxfp4};
@@ -38,6 +39,7 @@ fn units_on<V: Kernels>(region: &Region<'_>, slot: &mut Slot) {
                 WeightFormat::F32 => unit.float::<V>(slot, unpack_floats::<V, Float32>),
                 WeightFormat::F16 => unit.float::<V>(slot, unpack_floats::<V, Float16>),
                 WeightFormat::Bf16 => unit.float::<V>(slot, unpack_floats::<V, BFloat16>),
+                WeightFormat::F8E4M3 => unit.float::<V>(slot, unpack_bytes),
                 WeightFormat::Q4_0 => unit.blocks::<V, Q4_0>(slot),
                 WeightFormat::Q4_1 => unit.blocks::<V, Q4_1>(slot),
                 WeightFormat::Q5_0 => unit.blocks::<V, Q5_0>(slot),
@@ -74,6 +76,20 @@ fn tile_rows(m0: usize, m1: usize, most: usize) -> impl Iterator<Item = (usize, 
 unsafe fn unpack_floats<V: Kernels, F: FloatFormat>(slot: &mut Slot, p: usize, source: &Source) {
     // SAFETY: the caller's promise; a float panel has room for FLOAT_COLS columns.
     unsafe { V::unpack_float::<F>(source, slot.float_panel(p)) }
+}
+
+/// Panel `p` of E4M3 bytes, by table.
+///
+/// # Safety
+/// The source is readable.
+unsafe fn unpack_bytes(slot: &mut Slot, p: usize, source: &Source) {
+    let panel = slot.float_panel(p);
+    for r in 0..PANEL_ROWS {
+        for k in 0..source.cols {
+            // SAFETY: the caller's promise; a float panel has room for FLOAT_COLS columns of PANEL_ROWS rows.
+            unsafe { *panel.add(k * PANEL_ROWS + r) = F8_E4M3[usize::from(*source.rows.at(r, k))] }
+        }
+    }
 }
 
 /// Panel `p` of a quantised format, as floats.
@@ -208,6 +224,9 @@ impl<'a> Unit<'a> {
                 let source = self.source(slot, p, k, cols);
                 // SAFETY: the region's instruction set is available; rows and columns lie inside the weight.
                 unsafe { unpack(slot, p, &source) };
+                if let Some(block) = self.job.weight.scale_cols() {
+                    self.scale(slot, p, k..k + cols, block);
+                }
             }
             for (m, rows) in tile_rows(self.m0, self.m1, V::FLOAT_ROWS) {
                 for p in (0..self.panels()).step_by(V::PANELS) {
@@ -223,6 +242,25 @@ impl<'a> Unit<'a> {
                     unsafe { V::float_tile(rows, panels, &tile) };
                 }
             }
+        }
+    }
+
+    /// Multiplies panel `p`, which holds columns `cols`, by the scales of its elements.
+    fn scale(&self, slot: &mut Slot, p: usize, cols: std::ops::Range<usize>, block: usize) {
+        let (weight, n0) = (&self.job.weight, self.n0 + p * PANEL_ROWS);
+        let panel = slot.float_panel(p);
+        let mut k = cols.start;
+        while k < cols.end {
+            let end = ((k / block + 1) * block).min(cols.end);
+            let scales: [f32; PANEL_ROWS] =
+                std::array::from_fn(|r| if n0 + r < weight.rows() { weight.scale(n0 + r, k) } else { 0.0 });
+            for at in (k - cols.start)..(end - cols.start) {
+                for (r, scale) in scales.iter().enumerate() {
+                    // SAFETY: a float panel has room for the columns of a step.
+                    unsafe { *panel.add(at * PANEL_ROWS + r) *= scale }
+                }
+            }
+            k = end;
         }
     }
 }
