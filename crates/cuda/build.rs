@@ -83,6 +83,7 @@ fn units() -> Vec<Unit> {
             out.push(Unit { name, source: "kernels/attention/decode_cluster.cu", defines });
         }
     }
+    out.push(Unit { name: "decode_mla".into(), source: "kernels/attention/decode_mla.cu", defines: vec![] });
     out.retain(|u| Path::new(u.source).exists());
     out
 }

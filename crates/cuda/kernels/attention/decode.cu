@@ -22,7 +22,7 @@ namespace suanpan {
 
 struct DecodeParams {
   void* o;                // [batch * seqlen_q, num_q_heads, head_dim] bf16, or f32 where wide, contiguous
-  float* lse;             // [num_q_heads, batch * seqlen_q], natural logarithm
+  float* lse;             // [num_q_heads, lse_row], natural logarithm, the first batch * seqlen_q of each row
   const int* seqlens_k;   // [batch]
   const int* page_table;  // [batch, pages_max]
   float* partial;         // [3 * blocks, rows, head_dim + 4]: o, maximum (scaled, base 2), sum, two unused; slots of a
@@ -37,6 +37,7 @@ struct DecodeParams {
   float scale_log2;
   int causal;             // 1: a row sees the keys up to its own; 0: all
   int wide;               // o is f32
+  int lse_row;
   int shared;             // every sequence has the first one's length and pages
 };
 
@@ -223,7 +224,7 @@ __device__ void merge(const DecodeParams& p, int b, int h, int rows, int count, 
 #pragma unroll
       for (int k = 0; k < V; k += 2) store_pair(p, out + k, acc[k] * inv, acc[k + 1] * inv);
       if (lane == 0)
-        p.lse[(long long)head * p.batch * p.seqlen_q + token] = sum > 0.f ? (top + log2f(sum)) * 0.6931471805599453f : -INFINITY;
+        p.lse[(long long)head * p.lse_row + token] = sum > 0.f ? (top + log2f(sum)) * 0.6931471805599453f : -INFINITY;
     } else {
       float* out = p.partial + ((long long)out_slot * rows + r) * kRecord;
 #pragma unroll
@@ -366,13 +367,13 @@ decode(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtens
       }
     }
     if (warp == 3) {  // sequences without keys belong to no block's part
-      const int num_q_heads = p.num_kv_heads * p.group_size, total_q = p.batch * p.seqlen_q;
+      const int num_q_heads = p.num_kv_heads * p.group_size;
       for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
         if (len_of(p, b) > 0) continue;
         const long long o = (long long)b * p.seqlen_q * num_q_heads * D;
         for (int i = lane; i < p.seqlen_q * num_q_heads * (D / 2); i += 32) store_pair(p, o + 2 * i, 0.f, 0.f);
         for (int i = lane; i < p.seqlen_q * num_q_heads; i += 32)
-          p.lse[(long long)(i % num_q_heads) * total_q + b * p.seqlen_q + i / num_q_heads] = -INFINITY;
+          p.lse[(long long)(i % num_q_heads) * p.lse_row + b * p.seqlen_q + i / num_q_heads] = -INFINITY;
       }
     }
   } else {
@@ -441,7 +442,7 @@ decode(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtens
 
       const bool whole = walk.from == 0 && walk.to == walk.tiles;
       const bool first_of_part = walk.at == part_begin(total, part, parts);
-      const int num_q_heads = p.num_kv_heads * p.group_size, total_q = p.batch * p.seqlen_q;
+      const int num_q_heads = p.num_kv_heads * p.group_size;
       const int mine = 2 * blockIdx.x + (first_of_part ? 0 : 1);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -458,7 +459,7 @@ decode(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtens
 #pragma unroll
           for (int i = 0; i < D / 8; ++i) store_pair(p, out + 8 * i, o[4 * i + 2 * half] * inv, o[4 * i + 2 * half + 1] * inv);
           if ((lane & 3) == 0)
-            p.lse[(long long)head * total_q + token] = sum > 0.f ? (m + log2f(sum)) * 0.6931471805599453f : -INFINITY;
+            p.lse[(long long)head * p.lse_row + token] = sum > 0.f ? (m + log2f(sum)) * 0.6931471805599453f : -INFINITY;
         } else {
           float* out = p.partial + ((long long)mine * rows + row) * kRecord;
           if ((lane & 3) == 0) __stcg((float2*)(out + D), float2{m, sum});

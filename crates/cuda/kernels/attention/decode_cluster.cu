@@ -22,6 +22,8 @@ __device__ __forceinline__ int here(int x) {
   return x;
 }
 
+template <int N> struct Number { static constexpr int value = N; };
+
 __device__ __forceinline__ float4 load_words(const float* p) {
   float4 x;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p) : "memory");
@@ -44,15 +46,18 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   // ---- what comes first: length and table at once, neither waits for the other ---------------------------------------------------
   const int step = (line ? 1 : p.parts) * ranks * W;  // tiles from one of a warp to its next
   const int offset = (line ? 0 : part * ranks) + rank + (line ? 1 : p.parts) * ranks * warp;
-  // Table entries of the next 32 / MT tiles from `tile` on, a lane for each 16 keys, as offsets of the data and of the scales.
-  const auto fetch_entries = [&](int b, int tile, long long& data, long long& scales) {
+  // Table entries of the next 32 / MT tiles from `tile` on, a lane for each 16 keys: the offset of the data; of quantised numbers the
+  // page and, below, its part of 16 keys.
+  const auto fetch_entries = [&](int b, int tile) {
     const uint32_t sixteen = (uint32_t)(tile + lane / MT * step) * MT + lane % MT, page_16 = p.page_size / 16;
     uint32_t entry = __umulhi(sixteen, p.page_inverse);
     uint32_t rest = sixteen - entry * page_16;
     if (rest >= page_16) { ++entry; rest -= page_16; }
     const int page = entry < (uint32_t)p.pages_max ? p.page_table[(p.shared ? 0 : (long long)b * p.pages_max) + entry] : 0;
-    data = page * p.page_stride + rest * 16 * p.token_stride;
-    if (KV != kBf16) scales = page * p.scale_page_stride + rest * 16 * p.scale_token_stride;
+    return KV == kBf16 ? page * p.page_stride + rest * 16 * p.token_stride : (long long)page << 32 | rest;
+  };
+  const auto data_of = [&](long long entry) {
+    return KV == kBf16 ? entry : (entry >> 32) * p.page_stride + (long long)(uint32_t)entry * (16 * p.token_stride);
   };
   // Keys after the last that a row of token `token` sees.
   const auto behind = [&](int token) { return p.causal ? p.seqlen_q - 1 - token : 0; };
@@ -97,10 +102,10 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   }
   if (part == 0) b = 0;  // sequences without keys belong to the part before them, the first ones to the first
   int in_b = b - 1, in_len = 0, in_tile = 0, in_end = 0, in_at = 0, in_v = 0;
-  long long in_data = 0, in_scales = 0, next_data, next_scales = 0;
+  long long in_entries = 0;
   uint32_t in_start = start;
   int next_len = b < p.batch ? len_of(b) : 0;
-  fetch_entries(min(b, p.batch - 1), offset, next_data, next_scales);
+  long long next_entries = fetch_entries(min(b, p.batch - 1), offset);
 
   const int h = blockIdx.y, row_base = blockIdx.z * L::kRows;
   const int rows = min(L::kRows, p.seqlen_q * p.group_size - row_base);
@@ -155,17 +160,16 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         break;
       }
       in_len = next_len;
-      in_data = next_data;
-      in_scales = next_scales;
+      in_entries = next_entries;
       if (in_b + 1 < p.batch) {
         next_len = len_of(in_b + 1);
-        fetch_entries(in_b + 1, offset, next_data, next_scales);
+        next_entries = fetch_entries(in_b + 1, offset);
       }
       const int hidden = hidden_tiles(in_len), from = hidden + (part_at > in_start ? part_at - in_start : 0);
       in_tile = from + offset;
       in_end = hidden + min(tiles_of(in_len), part_end - in_start);
       in_at = 0;
-      if (from > 0 && in_tile < in_end) fetch_entries(in_b, in_tile, in_data, in_scales);
+      if (from > 0 && in_tile < in_end) in_entries = fetch_entries(in_b, in_tile);
     }
     if (in_tile < in_end) {
       char* const from = in_v ? v_src : k_src;
@@ -173,7 +177,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
         // Entries past the keys may be anything: those pieces become zeros and read nothing.
-        char* src = from + __shfl_sync(~0u, in_data, in_at + m);
+        char* src = from + data_of(__shfl_sync(~0u, in_entries, in_at + m));
         if (16 * m >= keys) src = p.k;
         const uint32_t dst = lane_dst + slot_at + 16 * m * Tile::kRow;
         const auto dst_of = [&](int i) { return dst + i * kRowsAtOnce * Tile::kRow + ((lane_place ^ Tile::place(i * kRowsAtOnce)) * 16); };
@@ -207,7 +211,8 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
 #pragma unroll
         for (int i = 0; i < (TK + 31) / 32; ++i) {
           const int n = lane + 32 * i;
-          const long long at = __shfl_sync(~0u, in_scales, in_at + (n / 16) % MT) + n % 16 * p.scale_token_stride;
+          const long long entry = __shfl_sync(~0u, in_entries, in_at + (n / 16) % MT);
+          const long long at = (entry >> 32) * p.scale_page_stride + (long long)((uint32_t)entry * 16 + n % 16) * p.scale_token_stride;
           if (n < TK) copy_4(ring + slot_at + kHalf + n * 4, n < keys ? scales + at : scales, n < keys ? 4 : 0);
         }
       }
@@ -216,7 +221,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         in_at += MT;
         if (in_at == 32 && in_tile < in_end) {
           in_at = 0;
-          fetch_entries(in_b, in_tile, in_data, in_scales);
+          in_entries = fetch_entries(in_b, in_tile);
         }
       }
       in_v ^= 1;
@@ -233,7 +238,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   const auto finish = [&](int b, int row, int d, float2 acc, float top, float sum) {
     const int r = row_base + row, token = token_of(r), head = h * p.group_size + r - token * p.group_size;
     const long long at = ((long long)(b * p.seqlen_q + token) * p.num_kv_heads * p.group_size + head) * D + d;
-    float* const lse = p.lse + (long long)head * p.batch * p.seqlen_q + b * p.seqlen_q + token;
+    float* const lse = p.lse + (long long)head * p.lse_row + b * p.seqlen_q + token;
     const auto join = [&](float logit, float2 value) {
       const float m = fmaxf(top, logit), low = m == -INFINITY ? 0.f : m, a = exp2_fast(top - low), w = exp2_fast(logit - low);
       acc.x = acc.x * a + value.x * w;
@@ -551,55 +556,72 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
     const float v_whole = KV == kBf16 ? 1.f : v_part > 0.f ? __uint_as_float((254u << 23) - __float_as_uint(v_part)) : 0.f;
     float* merge = (float*)(smem + L::kMerge) + warp * L::kRows * L::kMergePitch;
     float2* warp_sums = (float2*)(smem + L::kWarpSums);
+    const int buffer = merged & 1;
+    constexpr int kPass = D / L::kPasses, kRun = KV == kBf16 ? kPass : kPass / 8;  // columns of a pass, side by side in it
+    const auto merge_columns = [&](auto which) {
+      constexpr int pass = decltype(which)::value;
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
+      for (int n = 0; n < NT; ++n) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float sum = row_sum[n][e];
-        sum += __shfl_xor_sync(~0u, sum, 4);
-        sum += __shfl_xor_sync(~0u, sum, 8);
-        sum += __shfl_xor_sync(~0u, sum, 16);
-        const int row = 8 * n + 2 * c + e;
-        if (g == 0) warp_sums[warp * L::kRows + row] = float2{row_max[n][e], sum};
-        if (row < rows && row_max[n][e] != -INFINITY) {
+        for (int e = 0; e < 2; ++e) {
+          const int row = 8 * n + 2 * c + e;
+          if (pass == 0) {
+            float sum = row_sum[n][e];
+            sum += __shfl_xor_sync(~0u, sum, 4);
+            sum += __shfl_xor_sync(~0u, sum, 8);
+            sum += __shfl_xor_sync(~0u, sum, 16);
+            if (g == 0) warp_sums[warp * L::kRows + row] = float2{row_max[n][e], sum};
+          }
+          if (row < rows && row_max[n][e] != -INFINITY) {
+            float* const to = merge + row * L::kMergePitch;
 #pragma unroll
-          for (int t = 0; t < D / 16; ++t) {
-            merge[row * L::kMergePitch + Tile::out_dim(g, t, 0)] = o[t][n][e] * v_whole;
-            merge[row * L::kMergePitch + Tile::out_dim(g, t, 1)] = o[t][n][e + 2] * v_whole;
+            for (int t = pass * (D / 16) / L::kPasses; t < (pass + 1) * (D / 16) / L::kPasses; ++t) {
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                const int at = KV == kBf16 ? Tile::out_dim(g, t, i) - pass * kPass : kRun * g + 2 * t + i - pass * kRun;
+                to[at] = o[t][n][e + 2 * i] * v_whole;
+              }
+            }
           }
         }
       }
-    }
-    if (merged == 0) cluster_wait();  // every block of the cluster has begun
-    __syncthreads();
-    const int buffer = merged & 1;
-    if (threadIdx.x == 0) mbar_expect(bar(buffer), ranks * (slice * 4 + ((rank * slice + slice - 1) / D - slice_row + 1) * 8));
+      if (pass == 0 && merged == 0) cluster_wait();  // every block of the cluster has begun
+      __syncthreads();
+      if (pass == 0 && threadIdx.x == 0)
+        mbar_expect(bar(buffer), ranks * (slice * 4 + ((rank * slice + slice - 1) / D - slice_row + 1) * 8));
 #pragma unroll(NT)
-    for (int e = thread; e < rows * D / 4; e += W * 32) {
-      const int row = e / (D / 4), d = 4 * e % D, dest = (((4 * e << ranks_log2) / D) * rows_inverse) >> 16, at = 4 * e - dest * slice;
-      const float2* sums = warp_sums + row;
-      const float4* sources = (const float4*)(smem + L::kMerge + (row * L::kMergePitch + d) * 4);
-      float top = -INFINITY;
+      for (int e = thread; e < rows * kPass / 4; e += W * 32) {
+        const int row = e / (kPass / 4), local = 4 * e % kPass, d = local / kRun * (kRun * L::kPasses) + pass * kRun + local % kRun;
+        const int flat = row * D + d, dest = (((flat << ranks_log2) / D) * rows_inverse) >> 16, at = flat - dest * slice;
+        const float2* sums = warp_sums + row;
+        const float4* sources = (const float4*)(smem + L::kMerge + (row * L::kMergePitch + local) * 4);
+        float top = -INFINITY;
 #pragma unroll
-      for (int w = 0; w < W; ++w) top = fmaxf(top, sums[w * L::kRows].x);
-      float4 acc = {0.f, 0.f, 0.f, 0.f};
-      float sum = 0.f;
+        for (int w = 0; w < W; ++w) top = fmaxf(top, sums[w * L::kRows].x);
+        float4 acc = {0.f, 0.f, 0.f, 0.f};
+        float sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < W; ++w) {
-        const float2 ml = sums[w * L::kRows];
-        if (ml.x == -INFINITY) continue;  // and nothing was written there
-        const float f = exp2_fast(ml.x - top);
-        const float4 x = sources[w * L::kRows * L::kMergePitch / 4];
-        sum += f * ml.y;
-        acc.x += f * x.x;
-        acc.y += f * x.y;
-        acc.z += f * x.z;
-        acc.w += f * x.w;
+        for (int w = 0; w < W; ++w) {
+          const float2 ml = sums[w * L::kRows];
+          if (ml.x == -INFINITY) continue;  // and nothing was written there
+          const float f = exp2_fast(ml.x - top);
+          const float4 x = sources[w * L::kRows * L::kMergePitch / 4];
+          sum += f * ml.y;
+          acc.x += f * x.x;
+          acc.y += f * x.y;
+          acc.z += f * x.z;
+          acc.w += f * x.w;
+        }
+        const uint32_t there = cluster_addr(base, dest) - base, bar_there = there + bar(buffer);
+        send_four(there + base + L::kReceived + buffer * L::kRows * D * 4 + (rank * slice + at) * 4, acc, bar_there);
+        if (d == 0 || at == 0)
+          send_pair(there + base + L::kRankSums + ((buffer * kRanksMax + rank) * L::kRows + row) * 8, top, sum, bar_there);
       }
-      const uint32_t there = cluster_addr(base, dest) - base, bar_there = there + bar(buffer);
-      send_four(there + base + L::kReceived + buffer * L::kRows * D * 4 + (rank * slice + at) * 4, acc, bar_there);
-      if (d == 0 || at == 0)
-        send_pair(there + base + L::kRankSums + ((buffer * kRanksMax + rank) * L::kRows + row) * 8, top, sum, bar_there);
+    };
+    merge_columns(Number<0>{});
+    if constexpr (L::kPasses == 2) {
+      __syncthreads();
+      merge_columns(Number<1>{});
     }
     ++merged;
     waiting_b = b;

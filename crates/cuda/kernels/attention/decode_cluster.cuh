@@ -35,7 +35,7 @@ struct ClusterParams {
   float softcap;          // 0: none
   int causal;             // 1: a row sees the keys up to its own; 0: all
   void* o;                // [batch * seqlen_q, num_q_heads, head_dim] bf16, or f32 where wide, contiguous
-  float* lse;             // [num_q_heads, batch * seqlen_q], natural logarithm
+  float* lse;             // [num_q_heads, lse_row], natural logarithm, the first batch * seqlen_q of each row
   float* partial;         // [records, rows * head_dim / 2, 4], of a row's pair: o, maximum, sum; all bits one, left so.
                           // Records: line [row groups, num_kv_heads, parts, 2: a part's first sequence, its last],
                           // else [batch, row groups, num_kv_heads, parts - 1]
@@ -45,6 +45,8 @@ struct ClusterParams {
   int wide;                          // o is f32
   int rotary;                        // elements of a head that turn, 0: none; a power of two from 16 up
   int interleaved;                   // pairs are neighbours, else half of `rotary` apart
+  int lse_row;
+  int unused;
   int shared;                        // every sequence has the first one's length and pages
   const char *k_new, *v_new;         // [batch * seqlen_q, num_kv_heads, head_dim] bf16, contiguous: the last keys, put into the pages; or null
   const float *cos, *sin;            // [positions, rotary / 2]
@@ -67,9 +69,14 @@ constexpr int kQPitch = 2 * D + 16;
 // Shared memory of a block with NT * 8 query rows.
 template <int NT, bool EXTRA> struct Layout {
   // Warps: as many as the registers of their sums allow; at head dim 256 shared memory has room for the sums of four.
+#ifdef WARPS
+  static constexpr int W = D == 256 ? 4 : KV == kBf16 || D != 128 || NT == 2 || EXTRA ? 8 : WARPS;
+#else
   static constexpr int W = D == 256 ? 4 : KV == kBf16 || D != 128 || NT == 2 || EXTRA ? 8 : 12;
+#endif
   static constexpr int kRows = 8 * NT;
-  static constexpr int kMergePitch = D + 4;                              // floats: a row's columns spread over the banks
+  static constexpr int kPasses = D == 256 && NT == 2 ? 2 : 1;            // warps' results are merged so many columns at a time
+  static constexpr int kMergePitch = D / kPasses + 4;                    // floats: a row's columns spread over the banks
   static constexpr int kMerge = 0;                                       // [W][kRows][kMergePitch] f32
   static constexpr int kWarpSums = kMerge + W * kRows * kMergePitch * 4;  // [W][kRows] (maximum, sum)
   static constexpr int kReceived = kWarpSums + W * kRows * 8;            // [2][kRows * D] f32, slices by rank

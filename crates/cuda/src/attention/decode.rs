@@ -146,6 +146,8 @@ pub struct Fused {
     pub all_keys: bool,
     /// Every sequence has the first one's length and pages.
     pub shared_pages: bool,
+    /// Elements of a row of lse (and of `prior`'s), of which the first batch * seqlen_q are this launch's; 0: no others.
+    pub lse_row: u32,
 }
 
 impl Fused {
@@ -168,7 +170,7 @@ pub struct Decode {
     pub kv_type: KvType,
     /// `[batch * seqlen_q, num_q_heads, head_dim]` bf16 (f32 where `fused` says so), contiguous.
     pub o: Address,
-    /// `[num_q_heads, batch * seqlen_q]` f32, natural logarithm.
+    /// `[num_q_heads, batch * seqlen_q]` f32 (rows longer where `fused` says so), natural logarithm.
     pub lse: Address,
     /// `[batch]` i32, the queries' own tokens included.
     pub seqlens_k: Address,
@@ -234,6 +236,10 @@ impl std::fmt::Display for Plan {
 const ROWS_MAX: u32 = 64;
 
 impl Decode {
+    pub(super) fn lse_row(&self) -> u32 {
+        self.fused.lse_row.max(self.batch * self.seqlen_q)
+    }
+
     pub(super) fn rows(&self) -> u32 {
         self.seqlen_q * (self.num_q_heads / self.num_kv_heads.max(1))
     }
@@ -242,7 +248,7 @@ impl Decode {
     pub fn plan(&self, num_sms: u32) -> Plan {
         let line_can = decode_line::can(self);
         // The clusters' kernel would read K and V once for each 16 rows; and with one kv head and many sequences it merges too often.
-        if line_can && (self.rows() > 16 || (self.num_kv_heads == 1 && self.batch > 48)) {
+        if line_can && (self.rows() > 16 || (self.num_kv_heads == 1 && self.batch > 96)) {
             return Plan::Line;
         }
         decode_cluster::layout(self, num_sms)

@@ -46,6 +46,8 @@ struct Params {
     wide: i32,
     rotary: i32,
     interleaved: i32,
+    lse_row: i32,
+    unused: i32,
     shared: i32,
     k_new: Address,
     v_new: Address,
@@ -85,7 +87,7 @@ pub(super) fn layout(d: &Decode, num_sms: u32) -> Plan {
         // Many sequences: no processor may idle, and most sequences lie in one part.
         let ranks = match units {
             1 => 8,
-            _ if d.kv_type != KvType::Bf16 && d.batch <= 4 * parts(2) => 2,
+            _ if d.kv_type != KvType::Bf16 => 2,
             _ => 1,
         };
         return Plan::Clusters { ranks, parts: parts(ranks).max(1), line: true };
@@ -193,6 +195,8 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32, line:
         wide: i32::from(wide),
         rotary: rotary.map_or(0, |x| x.dim as i32),
         interleaved: i32::from(rotary.is_some_and(|x| x.interleaved)),
+        lse_row: d.lse_row() as i32,
+        unused: 0,
         shared: i32::from(d.fused.shared_pages),
         k_new: append.map_or(0, |x| x.k),
         v_new: append.map_or(0, |x| x.v),

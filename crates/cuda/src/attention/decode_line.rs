@@ -23,6 +23,7 @@ struct Params {
     scale_log2: f32,
     causal: i32,
     wide: i32,
+    lse_row: i32,
     shared: i32,
 }
 
@@ -91,6 +92,7 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu) -> Result<(), Error> {
         scale_log2: d.softmax_scale * std::f32::consts::LOG2_E,
         causal: i32::from(!d.fused.all_keys),
         wide: i32::from(d.fused.wide),
+        lse_row: d.lse_row() as i32,
         shared: i32::from(d.fused.shared_pages),
     };
     let cubin = format!("decode_{}_bf16", d.head_dim);
