@@ -32,7 +32,7 @@ fn cuda() -> String {
     return match suanpan_cuda::driver::Gpu::open(0, None) {
         Ok(gpu) => {
             format!(
-                "attention kernels run on this device ({} multiprocessors); serving does not use them yet",
+                "attention kernels run on this device ({} multiprocessors): `suanpan bench attn --device cuda`; serving does not use them yet",
                 gpu.num_sms
             )
         }

@@ -257,7 +257,7 @@ impl Plan {
             return 1;
         }
         let h = self.problem.heads;
-        let block = self.problem.kv_dtype.bytes_of(KEY_BLOCK * (h.head_dim_qk + h.head_dim_v));
+        let block = self.problem.kv_dtype.bytes_of(KEY_BLOCK * h.kv_width());
         let rows = (len.seqlen_q * h.group_size()).max(1);
         let most = (DIRECT_BLOCK_BYTES / block).min(DIRECT_TASK_ROWS / rows).clamp(1, h.num_kv_heads);
         let tasks = (TASKS_A_THREAD * self.machine.threads()).div_ceil(splits).clamp(1, h.num_kv_heads);
@@ -366,11 +366,12 @@ impl fmt::Display for Plan {
         };
         writeln!(
             f,
-            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {} ({}), {}{narrowed}{}, {}; {}",
+            "attention: {} query heads over {} kv heads, head_dim {}/{}{}, q {}, kv {} ({}), {}{narrowed}{}, {}; {}",
             h.num_q_heads,
             h.num_kv_heads,
             h.head_dim_qk,
             h.head_dim_v,
+            if h.values_in_keys { " (values in keys, loaded once)" } else { "" },
             p.q_dtype,
             p.kv_dtype,
             p.kv_scales,

@@ -15,6 +15,8 @@ const RUN: &str = "attention run";
 /// The scales of a call, of the problem's type. Strides are in elements; only those that the grain has are looked at: none a tensor, `head` a kv head, `token` and
 /// `head` (and `page`, when paged) a token, `page` and `head` a page. Empty where the problem has no scales.
 ///
+/// Values that lie in keys have no scales of their own.
+///
 /// Scales a tensor or a head must be finite and not negative. Scales of tokens and pages are data like K and V: `run` does not look through
 /// them first, and one that is negative or not finite makes NaN of exactly the rows that see it.
 #[derive(Clone, Copy, Debug)]
@@ -91,7 +93,7 @@ pub(crate) fn check_numbers(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgum
         ("k_scales", args.kv_scales.k, args.kv_scales.k_strides),
         ("v_scales", args.kv_scales.v, args.kv_scales.v_strides),
     ];
-    for (field, scales, strides) in given {
+    for (field, scales, strides) in given.into_iter().take(if p.heads.values_in_keys { 1 } else { 2 }) {
         let kv_heads = p.heads.num_kv_heads;
         let dims: &[(usize, usize)] = match (p.kv_scales, p.kv) {
             (ScaleGrain::None, _) if scales.is_empty() => continue,
@@ -156,7 +158,9 @@ pub(crate) fn pages_with_scales(plan: &Plan, args: &Args<'_>, pages: (usize, usi
         let Some(rest) = one.and_then(|one| scales.len().checked_sub(one)) else { return 0 };
         rest.checked_div(s.page).map_or(usize::MAX, |n| n.saturating_add(1))
     };
-    (pages.0.min(scaled(given.k, given.k_strides)), pages.1.min(scaled(given.v, given.v_strides)))
+    let k = scaled(given.k, given.k_strides);
+    let v = if p.heads.values_in_keys { k } else { scaled(given.v, given.v_strides) };
+    (pages.0.min(k), pages.1.min(v))
 }
 
 /// Tokens that may share a page's scale.

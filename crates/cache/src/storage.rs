@@ -360,6 +360,9 @@ pub fn bytes_per_page(layers: &[LayerShape], page_size: usize) -> Result<usize, 
 /// Bytes of a layer's part of a page.
 fn page_bytes(layer: &LayerShape, page_size: usize) -> Result<usize, BadArgument> {
     let heads = layer.heads;
+    if heads.values_in_keys {
+        return Err(BadArgument::new(OP, "values_in_keys", true, "false: pages of keys beside values"));
+    }
     let width = heads.head_dim_qk.checked_add(heads.head_dim_v);
     let width = width.ok_or_else(|| BadArgument::new(OP, "head_dim", "past 2^64", "below 2^63"))?;
     // Room for every type and its scales: what follows cannot overflow.

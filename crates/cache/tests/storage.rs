@@ -6,7 +6,7 @@ use suanpan_base::{Buf, DType, HeadShape};
 use suanpan_cache::{KvStorage, LayerShape, PagePool, PageTable};
 
 fn shape(num_kv_heads: usize, head_dim_qk: usize, head_dim_v: usize, dtype: DType) -> LayerShape {
-    let heads = HeadShape { num_q_heads: num_kv_heads, num_kv_heads, head_dim_qk, head_dim_v };
+    let heads = HeadShape::with_widths(num_kv_heads, num_kv_heads, head_dim_qk, head_dim_v);
     LayerShape { heads, dtype }
 }
 

@@ -262,7 +262,7 @@ mod tests {
     fn bytes_per_token() -> u64 {
         let config = recall::config();
         let heads = config.heads;
-        (config.layers.len() * heads.num_kv_heads * (heads.head_dim_qk + heads.head_dim_v) * 2) as u64
+        (config.layers.len() * heads.num_kv_heads * heads.kv_width() * 2) as u64
     }
 
     #[test]

@@ -16,7 +16,12 @@ pub const fn forward_flops(pairs: u64, heads: HeadShape) -> u64 {
 
 /// Key and value bytes of `tokens` tokens of one layer.
 pub const fn kv_write_bytes(heads: HeadShape, tokens: usize, kv_dtype: DType) -> u64 {
-    kv_dtype.bytes_of(tokens * heads.num_kv_heads * (heads.head_dim_qk + heads.head_dim_v)) as u64
+    kv_dtype.bytes_of(tokens * heads.num_kv_heads * heads.kv_width()) as u64
+}
+
+/// Bytes of one scale of a key and of its partner of the value; of the key's alone where it holds the value. A scale has `scale_bytes`.
+pub const fn scale_pair_bytes(heads: HeadShape, scale_bytes: usize) -> u64 {
+    scale_bytes as u64 * if heads.values_in_keys { 1 } else { 2 }
 }
 
 /// Bytes of the scales that the walk of [`attention_books`] reads: keys go by in blocks that stand on multiples of `key_block`, and each run
@@ -42,7 +47,7 @@ pub fn scale_read_bytes(
             }
         }
     }
-    pairs * heads.num_kv_heads as u64 * 2 * scale_bytes as u64
+    pairs * heads.num_kv_heads as u64 * scale_pair_bytes(heads, scale_bytes)
 }
 
 /// Runs of the keys `keys` of a block that share a scale.
@@ -124,7 +129,7 @@ pub fn attention_books_seen(
     AttnBooks {
         pairs,
         flops: forward_flops(pairs, heads),
-        kv_read_bytes: keys_loaded * per_key + scale_pairs * 2 * scale_bytes as u64,
+        kv_read_bytes: keys_loaded * per_key + scale_pairs * scale_pair_bytes(heads, scale_bytes),
         kv_write_bytes: 0,
     }
 }
@@ -215,6 +220,18 @@ pub fn tiled(heads: HeadShape, mask: Mask, len: SeqLen, dtype: DType, tile_q: us
         flops: books.flops,
         device_read_bytes: books.kv_read_bytes + q_rows * dtype.bytes_of(heads.head_dim_qk) as u64,
         device_write_bytes: q_rows * (dtype.bytes_of(heads.head_dim_v) + 4) as u64,
+        link_bytes: 0,
+    }
+}
+
+/// Entry of one sequence where a cache behind the tiles holds what they share: `keys` keys and values, q, o and lse once each.
+pub fn once(heads: HeadShape, keys: usize, len: SeqLen, (q_dtype, kv_dtype): (DType, DType)) -> Entry {
+    let q_rows = len.seqlen_q * heads.num_q_heads;
+    let q_bytes = q_dtype.bytes_of(q_rows * heads.head_dim_qk) as u64;
+    Entry {
+        flops: 0,
+        device_read_bytes: kv_write_bytes(heads, keys, kv_dtype) + q_bytes,
+        device_write_bytes: (q_dtype.bytes_of(q_rows * heads.head_dim_v) + 4 * q_rows) as u64,
         link_bytes: 0,
     }
 }

@@ -90,13 +90,12 @@ impl Start {
 impl Scales {
     pub fn new(plan: &Plan, given: &KvScales<'_>) -> Scales {
         let grain = plan.problem.kv_scales;
-        Scales {
-            grain,
-            k: Start::new(&given.k),
-            k_strides: crate::scales::strides_of(grain, given.k_strides),
-            v: Start::new(&given.v),
-            v_strides: crate::scales::strides_of(grain, given.v_strides),
-        }
+        let k = (Start::new(&given.k), crate::scales::strides_of(grain, given.k_strides));
+        let v = match plan.problem.heads.values_in_keys {
+            true => k,
+            false => (Start::new(&given.v), crate::scales::strides_of(grain, given.v_strides)),
+        };
+        Scales { grain, k: k.0, k_strides: k.1, v: v.0, v_strides: v.1 }
     }
 
     /// Where a run of keys has the scales of head `head`.

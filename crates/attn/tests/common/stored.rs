@@ -85,6 +85,8 @@ impl Flat {
 /// about the type's range.
 pub fn scale_of(c: &Case, side: usize, seq: usize, key: usize, head: usize) -> f32 {
     let page = c.page_size.map_or(0, |p| key / p);
+    // What lies in keys has their scales.
+    let side = if c.heads.values_in_keys { 0 } else { side };
     let (seq, key, head) = match c.kv_scales {
         ScaleGrain::None => return 1.0,
         ScaleGrain::Tensor => (0, 0, 0),
@@ -121,8 +123,9 @@ pub struct ScaleLayout {
 impl ScaleLayout {
     fn new(c: &Case, poison: f32, strides: Strides, places: usize) -> ScaleLayout {
         let all = if c.kv_scales == ScaleGrain::None { 0 } else { places };
-        let halves = [vec![bf16::from_f32(poison); all], vec![bf16::from_f32(poison); all]];
-        let (k, v) = (vec![poison; all], vec![poison; all]);
+        let values = if c.heads.values_in_keys { 0 } else { all };
+        let halves = [vec![bf16::from_f32(poison); all], vec![bf16::from_f32(poison); values]];
+        let (k, v) = (vec![poison; all], vec![poison; values]);
         let mut layout = ScaleLayout { k, v, halves, dtype: scale_dtype(c), strides };
         if matches!(c.kv_scales, ScaleGrain::Tensor | ScaleGrain::Head) {
             for head in 0..c.heads.num_kv_heads {
@@ -175,8 +178,10 @@ impl ScaleLayout {
             ScaleGrain::Token => page * s.page + slot * s.token + head * s.head,
             ScaleGrain::Page => page * s.page + head * s.head,
         };
-        (self.k[at], self.v[at]) = (k, v);
-        (self.halves[0][at], self.halves[1][at]) = (bf16::from_f32(k), bf16::from_f32(v));
+        (self.k[at], self.halves[0][at]) = (k, bf16::from_f32(k));
+        if at < self.v.len() {
+            (self.v[at], self.halves[1][at]) = (v, bf16::from_f32(v));
+        }
     }
 
     pub fn args(&self) -> KvScales<'_> {
