@@ -2,9 +2,12 @@
 
 mod ask;
 mod attn_bench;
+#[cfg(feature = "cuda")]
+mod attn_cuda;
 mod cmd_bench;
 mod cmd_demo;
 mod cmd_doctor;
+mod cmd_eval;
 mod cmd_generate;
 mod cmd_inspect;
 mod cmd_ledger;
@@ -37,6 +40,8 @@ enum Command {
     Ledger(cmd_ledger::LedgerArgs),
     /// Measure kernels or a whole model, with the answer checked first.
     Bench(cmd_bench::BenchArgs),
+    /// What a choice loses in quality, beside what it gains.
+    Eval(cmd_eval::EvalArgs),
     /// Each feature of this binary on this machine: active or not, and why.
     Doctor(cmd_doctor::DoctorArgs),
 }
@@ -49,6 +54,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => cmd_inspect::run(&args),
         Command::Ledger(args) => cmd_ledger::run(&args),
         Command::Bench(args) => cmd_bench::run(&args),
+        Command::Eval(args) => cmd_eval::run(&args),
         Command::Doctor(args) => cmd_doctor::run(&args),
     };
     match result {

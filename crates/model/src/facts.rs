@@ -12,12 +12,12 @@ use crate::weights::{LayerWeights, Tensor, Weights};
 
 impl ModelConfig {
     /// Bytes of keys and values that one token keeps in the cache, over all layers:
-    /// layers · num_kv_heads · (head_dim_qk + head_dim_v) · bytes.
+    /// layers · num_kv_heads · (elements of a key and its value) · bytes.
     ///
     /// A window layer keeps as much per token while the token is in its window.
     pub fn kv_bytes_per_token(&self, dtype: DType) -> u64 {
         let heads = self.heads;
-        let width = heads.head_dim_qk as u64 + heads.head_dim_v as u64;
+        let width = heads.kv_width() as u64;
         // Saturating: a config without weights may claim any sizes.
         let elements = [heads.num_kv_heads as u64, self.layers.len() as u64]
             .into_iter()

@@ -10,7 +10,7 @@ use super::Tree;
 pub const ALLOWED: &[(&str, &[&str])] = &[
     ("base", &[]),
     ("ledger", &["base"]),
-    ("cuda", &["base", "ledger"]),
+    ("cuda", &["base", "ledger", "attn"]),
     ("attn", &["base", "ledger"]),
     ("ops", &["base", "ledger"]),
     ("cache", &["base", "ledger"]),

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use rayon::ThreadPool;
 use suanpan_attn::{KvLayout, Limits, Machine, Plan, Problem, Scores, Workspace};
-use suanpan_base::{BadArgument, Mask, SeqLen};
-use suanpan_cache::{KvStorage, LayerShape};
-use suanpan_ledger::{AttnBooks, kernel};
+use suanpan_base::{BadArgument, DType, Mask, ScaleGrain, SeqLen};
+use suanpan_cache::{KvStorage, LayerShape, quant};
+use suanpan_ledger::AttnBooks;
 use suanpan_ops::{self as ops, LinearInput, LinearOut, LinearWorkspace, Precision, RopeTable};
 
 use crate::config::RopeConfig;
@@ -37,8 +37,8 @@ struct Core {
     model: Arc<Model>,
     opts: ExecOptions,
     arena: Arena,
-    /// One plan for each mask that occurs.
-    plans: Vec<(Mask, Plan)>,
+    /// One plan for each mask and stored type that occur.
+    plans: Vec<((Mask, DType), Plan)>,
     /// Which plan a layer uses.
     layer_plans: Vec<usize>,
     attn: Workspace,
@@ -89,7 +89,8 @@ impl Executor {
     /// Shapes of the storage that [`Executor::step`] takes, one for each layer.
     pub fn kv_layers(&self) -> Vec<LayerShape> {
         let config = &self.core.model.config;
-        vec![LayerShape { heads: config.heads, dtype: self.core.opts.kv_dtype }; config.layers.len()]
+        let dtype = |layer| self.core.opts.layer_dtype(layer);
+        (0..config.layers.len()).map(|i| LayerShape { heads: config.heads, dtype: dtype(i) }).collect()
     }
 
     /// Bytes of the activations, planned once.
@@ -147,8 +148,11 @@ impl Executor {
     pub fn predicted(&self, seq: &StepSeq) -> AttnBooks {
         let core = &self.core;
         let heads = core.model.config.heads;
-        let write = kernel::kv_write_bytes(heads, seq.extend_len, core.opts.kv_dtype);
-        let layer = |&p: &usize| AttnBooks { kv_write_bytes: write, ..core.plans[p].1.predicted(seq.len()) };
+        let layer = |&p: &usize| {
+            let ((_, dtype), plan) = &core.plans[p];
+            let kv_write_bytes = LayerShape { heads, dtype: *dtype }.bytes(seq.extend_len);
+            AttnBooks { kv_write_bytes, ..plan.predicted(seq.len()) }
+        };
         core.layer_plans.iter().map(layer).sum()
     }
 
@@ -173,11 +177,13 @@ impl Core {
             max_total_q: opts.max_tokens,
             max_seqlen_k: opts.max_model_len,
         };
-        let mut plans: Vec<(Mask, Plan)> = Vec::new();
+        opts.kv_spared.check(config.layers.len())?;
+        let mut plans: Vec<((Mask, DType), Plan)> = Vec::new();
         let mut layer_plans = Vec::with_capacity(config.layers.len());
-        for layer in &config.layers {
+        for (i, layer) in config.layers.iter().enumerate() {
             let mask = layer.window.map_or(Mask::CAUSAL, Mask::window);
-            let known = plans.iter().position(|(m, _)| *m == mask);
+            let key = (mask, opts.layer_dtype(i));
+            let known = plans.iter().position(|(k, _)| *k == key);
             let index = known.unwrap_or(plans.len());
             if known.is_none() {
                 let problem = Problem {
@@ -188,11 +194,14 @@ impl Core {
                         sink: config.family.sinks,
                         ..Scores::default()
                     },
-                    kv_dtype: opts.kv_dtype,
+                    kv_dtype: key.1,
+                    kv_scales: if key.1.is_code() { ScaleGrain::Token } else { ScaleGrain::None },
+                    kv_scale_dtype: quant::SCALE_DTYPE,
+                    batch_invariant: opts.batch_invariant,
                     kv: KvLayout::Paged { page_size: opts.page_size },
                     ..Problem::new(heads, mask)
                 };
-                plans.push((mask, Plan::new(&problem, &machine, limits)?));
+                plans.push((key, Plan::new(&problem, &machine, limits)?));
             }
             layer_plans.push(index);
         }
@@ -230,10 +239,10 @@ impl Core {
         let limits =
             batch::Limits { opts: &self.opts, vocab_size: config.vocab_size, num_pages: kv.num_pages() };
         batch::check(batch, &limits)?;
-        let shape = LayerShape { heads: config.heads, dtype: self.opts.kv_dtype };
+        let shape = |i| LayerShape { heads: config.heads, dtype: self.opts.layer_dtype(i) };
         let fits = kv.num_layers() == config.layers.len()
             && kv.page_size() == self.opts.page_size
-            && (0..kv.num_layers()).all(|i| kv.layer(i) == shape);
+            && (0..kv.num_layers()).all(|i| kv.layer(i) == shape(i));
         if !fits {
             let asked = format!("{} layers of pages of {} tokens", kv.num_layers(), kv.page_size());
             return Err(

@@ -92,7 +92,12 @@ impl Ctx<'_> {
         let o_cols = heads.num_q_heads * heads.head_dim_v;
         let strides = |(token, head, page): (usize, usize, usize)| Strides { token, head, page };
         let args = Args {
-            kv_scales: KvScales::default(),
+            kv_scales: KvScales {
+                k: kv.k_scales(index),
+                k_strides: strides(kv.scale_strides(index)),
+                v: kv.v_scales(index),
+                v_strides: strides(kv.scale_strides(index)),
+            },
             extras: Extras { sinks: weights.sinks.as_deref(), ..Extras::default() },
             q: Buf::F32(q),
             q_strides: (q_cols, heads.head_dim_qk),

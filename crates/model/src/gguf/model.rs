@@ -179,6 +179,7 @@ fn head_shape(keys: &Keys, hidden_size: usize) -> Result<HeadShape, ModelError> 
         num_kv_heads,
         head_dim_qk: keys.size_or("attention.key_length", even)?,
         head_dim_v: keys.size_or("attention.value_length", even)?,
+        values_in_keys: false,
     };
     shape.check("model config").map_err(|e| keys.gguf.bad(e.field, e.asked, e.supported))?;
     Ok(shape)
