@@ -15,7 +15,7 @@ use super::seen::{Bits, Runs, bits_of, hide, hull};
 use super::segment;
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Task};
-use super::vector::{MAX_LANES, Vector};
+use super::vector::Vector;
 use super::widen::widen_block;
 use crate::plan::KEY_BLOCK;
 
