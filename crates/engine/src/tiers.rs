@@ -182,7 +182,8 @@ impl Tiers {
             match fetched {
                 Some(fetched) => {
                     if !fetched.pages.is_empty() {
-                        self.load.enter(fetched.pages.len() as f64, fetched.seconds);
+                        // From the asking on: what stood before it in the queue is part of what a load takes.
+                        self.load.enter(fetched.pages.len() as f64, held.since.elapsed().as_secs_f64());
                     }
                     let spec = &held.spec;
                     scheduler.restore(spec, held.have, &fetched.pages, |page, bytes| {

@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
 
 use super::object::{PageName, decode, encode};
 use super::{Digest, Layout, Store};
@@ -45,8 +44,6 @@ pub struct TierBooks {
 pub struct Fetched {
     /// The pages' bytes, in order.
     pub pages: Vec<Vec<u8>>,
-    /// Seconds that the store took.
-    pub seconds: f64,
     _staged: Staged,
 }
 
@@ -65,7 +62,7 @@ impl Fetch {
             Err(TryRecvError::Empty) => None,
             // The worker is gone: nothing will come.
             Err(TryRecvError::Disconnected) => {
-                Some(Fetched { pages: Vec::new(), seconds: 0.0, _staged: Staged { shared: None, bytes: 0 } })
+                Some(Fetched { pages: Vec::new(), _staged: Staged { shared: None, bytes: 0 } })
             }
         }
     }
@@ -281,7 +278,6 @@ impl Worker {
     }
 
     fn read(&self, names: &[PageName], to: &Sender<Fetched>, wanted: &AtomicBool) {
-        let start = Instant::now();
         let mut staged = Staged { shared: Some(Arc::clone(&self.shared)), bytes: 0 };
         let mut pages = Vec::with_capacity(names.len());
         for name in names {
@@ -296,9 +292,8 @@ impl Worker {
             staged.bytes += bytes;
             pages.push(page);
         }
-        let seconds = start.elapsed().as_secs_f64();
         // Nobody may wait any more: then it all goes at once.
-        to.send(Fetched { pages, seconds, _staged: staged }).ok();
+        to.send(Fetched { pages, _staged: staged }).ok();
     }
 
     fn read_page(&self, name: &PageName) -> Option<Vec<u8>> {
