@@ -12,6 +12,7 @@
 //! `kernels/attention/forward_fp8.cu`: e4m3 q, k, v, bf16 o, head dims 128 and 256, full and causal, scales a (sequence, kv head), lse out.
 //! `kernels/attention/decode_cluster.cu`: decode over bf16, e4m3, 8-bit and 4-bit K and V, head dims 64, 128, 256, pages of any multiple of 16
 //! tokens, lengths and page tables read on the device, softcap, ALiBi, window and sinks, batch-invariant where asked.
+//! `kernels/attention/decode_mla.cu`: bf16 decode of latent attention, keys of 576 elements whose first 512 are the values.
 //! `kernels/attention/decode.cu`: bf16 decode of 17 to 64 query rows a kv head, and of many sequences on one kv head.
 //! Versions, predictions and outcomes: docs/cuda-attn-notes.md.
 #![cfg(feature = "cuda")]

@@ -10,7 +10,10 @@ const FUNCTION_LINES_MAX: usize = 70;
 const ARCHITECTURE_LINES_MAX: usize = 150;
 
 /// (file, reason). The list may only shrink without an argument.
-const LONG_FILES: &[(&str, &str)] = &[];
+const LONG_FILES: &[(&str, &str)] = &[(
+    "crates/cuda/kernels/attention/decode_cluster.cu",
+    "one kernel: its steps share registers, and how the assembler deals those out decides its speed",
+)];
 
 /// (file, function, reason).
 const LONG_FUNCTIONS: &[(&str, &str, &str)] = &[];

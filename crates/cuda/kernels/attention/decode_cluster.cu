@@ -230,6 +230,8 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
   };
 
   // ---- a block's slice of a sequence, sent by every block of the cluster ---------------------------------------------------------
+  // A slice that stays in its block is stored, not sent. (4-bit numbers leave no register for the choice: it is sent in any case.)
+  const bool alone = KV != kInt4 && ranks == 1;
   const int ranks_log2 = 31 - __clz(ranks), slice = (rows * D) >> ranks_log2;  // floats
   const int rows_inverse = (int)__fdividef(65536.f, rows) + 1;                 // exact quotients below 512
   const int slice_row = rank * slice / D;
@@ -263,9 +265,9 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
     const bool stored = tail == 2;
     const int pieces = stored ? words[1] : waiting_record < 0 && !line ? p.parts - 1 : 0;
     const int slot = stored ? words[3] : 0, record = stored ? words[2] : (b * (int)gridDim.z * p.num_kv_heads + unit) * (p.parts - 1);
-    if (ranks == 1) __syncthreads();  // the slice is this block's own
+    if (alone) __syncthreads();
     if (thread >= slice / 2) return;
-    if (!stored && ranks > 1) mbar_wait_cluster(bar(buffer), (merged - 1) >> 1 & 1);
+    if (!stored && !alone) mbar_wait_cluster(bar(buffer), (merged - 1) >> 1 & 1);
 #pragma unroll 1
     for (int e = thread; e < slice / 2; e += W * 32) {
       const int at = rank * slice + 2 * e, row = at / D, d = at % D;
@@ -589,7 +591,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
       }
       if (pass == 0 && merged == 0) cluster_wait();  // every block of the cluster has begun
       __syncthreads();
-      if (pass == 0 && threadIdx.x == 0 && ranks > 1)
+      if (pass == 0 && threadIdx.x == 0 && !alone)
         mbar_expect(bar(buffer), ranks * (slice * 4 + ((rank * slice + slice - 1) / D - slice_row + 1) * 8));
 #pragma unroll(NT)
       for (int e = thread; e < rows * kPass / 4; e += W * 32) {
@@ -616,7 +618,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         }
         const uint32_t to = base + L::kReceived + buffer * L::kRows * D * 4 + (rank * slice + at) * 4;
         const uint32_t sums_to = base + L::kRankSums + ((buffer * kRanksMax + rank) * L::kRows + row) * 8;
-        if (ranks == 1) {
+        if (alone) {
           *(float4*)(smem + (to - base)) = acc;
           if (d == 0) *(float2*)(smem + (sums_to - base)) = float2{top, sum};
         } else {

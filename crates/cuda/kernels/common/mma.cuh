@@ -59,16 +59,13 @@ __device__ __forceinline__ uint64_t evict_first() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(x));
   return x;
 }
-#ifndef PREFETCH
-#define PREFETCH "128"
-#endif
 template <bool ONCE> __device__ __forceinline__ void copy_16(uint32_t dst, const void* src, int bytes, uint64_t policy) {
   if (ONCE) asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src), "r"(bytes), "l"(policy) : "memory");
-  else asm volatile("cp.async.cg.shared.global.L2::" PREFETCH "B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+  else asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 template <bool ONCE> __device__ __forceinline__ void copy_16(uint32_t dst, const void* src, uint64_t policy) {
   if (ONCE) asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(policy) : "memory");
-  else asm volatile("cp.async.cg.shared.global.L2::" PREFETCH "B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+  else asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 __device__ __forceinline__ void copy_4(uint32_t dst, const void* src, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");

@@ -138,9 +138,8 @@ fn strides(d: &Decode) -> Result<[i64; 3], Error> {
     Ok(bytes.map(|s| s as i64))
 }
 
-/// # Safety
-/// As `Decode::launch`.
-pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32, line: bool) -> Result<(), Error> {
+/// What only this kernel refuses. Strides of q in bytes: tokens, heads.
+fn check(d: &Decode, ranks: u32, parts: u32, line: bool) -> Result<[u64; 2], Error> {
     let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
     if !ranks.is_power_of_two() || ranks > RANKS_MAX || !(1..=1024).contains(&parts) {
         return bad("plan", format!("{ranks} ranks, {parts} parts"), "1, 2, 4, 8, 16 ranks, 1 to 1024 parts");
@@ -152,6 +151,13 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32, line:
     if !d.q.address.is_multiple_of(16) || q_strides.iter().any(|s| !s.is_multiple_of(16) || *s >= 1 << 40) {
         return bad("q", format!("{:#x}, strides {q_strides:?} bytes", d.q.address), "multiples of 16 bytes");
     }
+    Ok(q_strides)
+}
+
+/// # Safety
+/// As `Decode::launch`.
+pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32, line: bool) -> Result<(), Error> {
+    let q_strides = check(d, ranks, parts, line)?;
     let [page_stride, token_stride, head_stride] = strides(d)?;
     let group = d.num_q_heads / d.num_kv_heads;
     let Fused { append, rotary, prior, wide, .. } = d.fused;

@@ -90,8 +90,8 @@ fn inputs(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<Inputs, Error> {
     }
     let table = Buffer::from_slice(gpu, &ids)?;
     let lens = Buffer::from_slice(gpu, &vec![c.seqlen as i32; batch as usize])?;
-    let outputs = (batch * num_q_heads * dim) as usize;
-    let (q, o) = (Buffer::new(gpu, outputs * 2)?, Buffer::new(gpu, outputs * 2)?);
+    let output_bytes = (batch * num_q_heads * dim * 2) as usize;
+    let (q, o) = (Buffer::new(gpu, output_bytes)?, Buffer::new(gpu, output_bytes)?);
     q.fill_normal(gpu, 4, suanpan_cuda::Dtype::Bf16)?;
     let lse = Buffer::new(gpu, (batch * num_q_heads) as usize * 4)?;
     // Scales: [pages, num_kv_heads, page_size], K's then V's.
@@ -135,8 +135,8 @@ fn inputs(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<Inputs, Error> {
         fused: Default::default(),
         batch_invariant: false,
     };
-    let held = vec![k, v, scales, table, lens, q, o, lse];
-    Ok(Inputs { launch, sets, table_bytes: u64::from(batch * pages_per) * 4, cache_bytes, _held: held })
+    let (table_bytes, _held) = (u64::from(batch * pages_per) * 4, vec![k, v, scales, table, lens, q, o, lse]);
+    Ok(Inputs { launch, sets, table_bytes, cache_bytes, _held })
 }
 
 /// One line a plan.
