@@ -189,7 +189,7 @@ pub(super) fn choose(
                 (Kernel::Forward { shape, function }, why)
             }
             Err(forward) => {
-                let last = if p.kv_dtype.is_code() { fp8 } else { forward };
+                let last = if p.kv_dtype == DType::E4m3 { fp8 } else { forward };
                 return Err(refused.unwrap_or(last));
             }
         },
