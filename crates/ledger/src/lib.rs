@@ -4,6 +4,7 @@
 
 pub mod cache;
 pub mod entry;
+pub mod extra;
 pub mod kernel;
 pub mod machine;
 pub mod reconcile;

@@ -24,6 +24,16 @@ pub(super) fn check_any(p: &Problem) -> Fits<()> {
     {
         return refuse("page_size", page_size, "multiples of 16 tokens");
     }
+    if p.heads.values_in_keys {
+        return refuse(
+            "values_in_keys",
+            true,
+            "false: latent attention has a launch of its own (`decode_mla`)",
+        );
+    }
+    if p.kv_scales != ScaleGrain::None && p.kv_scale_dtype != DType::F32 {
+        return refuse("kv_scale_dtype", p.kv_scale_dtype, "f32 on this device");
+    }
     if p.block_mask.is_some() {
         return refuse("block_mask", "given", "none on this device");
     }
