@@ -94,9 +94,9 @@ impl PrefixCache {
         // In the order of keys nothing agrees longer than the neighbours.
         let before = children.range::<[u32], _>((Bound::Unbounded, Bound::Included(tokens))).next_back();
         let after = children.range::<[u32], _>((Bound::Excluded(tokens), Bound::Unbounded)).next();
-        let agree = |(key, &child): (&Box<[u32]>, &NodeId)| (common_prefix(key, tokens), child);
-        let (tokens, child) =
-            before.map(agree).into_iter().chain(after.map(agree)).max_by_key(|&(n, _)| n)?;
+        let neighbours = before.into_iter().chain(after);
+        let agree = neighbours.map(|(key, &child)| (common_prefix(key, tokens), child));
+        let (tokens, child) = agree.max_by_key(|&(n, _)| n)?;
         (tokens > 0).then_some((child, tokens))
     }
 

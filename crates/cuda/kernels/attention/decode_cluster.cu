@@ -53,7 +53,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
     uint32_t entry = __umulhi(sixteen, p.page_inverse);
     uint32_t rest = sixteen - entry * page_16;
     if (rest >= page_16) { ++entry; rest -= page_16; }
-    const int page = entry < (uint32_t)p.pages_max ? p.page_table[(p.shared ? 0 : (long long)b * p.pages_max) + entry] : 0;
+    const int page = entry < (uint32_t)p.pages_max ? p.page_table[(p.shared ? 0 : (long long)b * p.table_row) + entry] : 0;
     return KV == kBf16 ? page * p.page_stride + rest * 16 * p.token_stride : (long long)page << 32 | rest;
   };
   const auto data_of = [&](long long entry) {
@@ -69,8 +69,8 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
 
   int b = 0;
   uint32_t part_at = 0, part_end = ~0u, start = 0;  // of the line; where sequence b begins on it
-  // In shared memory, every thread's the same: of the line's sequence that ends in this part and began in another which it is, the
-  // pieces before, where the first lies (two words); tiles of a part, and parts that have one more.
+  // In shared memory: of the line's sequence that ends in this part and began in another which it is, the pieces before, where the
+  // first lies (two words); tiles of a part, and parts that have one more (which every thread writes alike and reads as its own).
   int* const words = (int*)(smem + L::kBars + 16);
   const auto part_begin = [&](uint32_t i) { return words[4] * i + min(i, (uint32_t)words[5]); };
   if (line) {
@@ -263,8 +263,9 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
     const bool stored = tail == 2;
     const int pieces = stored ? words[1] : waiting_record < 0 && !line ? p.parts - 1 : 0;
     const int slot = stored ? words[3] : 0, record = stored ? words[2] : (b * (int)gridDim.z * p.num_kv_heads + unit) * (p.parts - 1);
+    if (ranks == 1) __syncthreads();  // the slice is this block's own
     if (thread >= slice / 2) return;
-    if (!stored) mbar_wait_cluster(bar(buffer), (merged - 1) >> 1 & 1);
+    if (!stored && ranks > 1) mbar_wait_cluster(bar(buffer), (merged - 1) >> 1 & 1);
 #pragma unroll 1
     for (int e = thread; e < slice / 2; e += W * 32) {
       const int at = rank * slice + 2 * e, row = at / D, d = at % D;
@@ -546,7 +547,8 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
     if (!more) {
       if (tail != 1) break;
       tail = 2;
-      waiting_b = words[0];  // every thread wrote the same
+      __syncthreads();  // the words are there
+      waiting_b = words[0];
       waiting_record = -1;
       continue;
     }
@@ -587,7 +589,7 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
       }
       if (pass == 0 && merged == 0) cluster_wait();  // every block of the cluster has begun
       __syncthreads();
-      if (pass == 0 && threadIdx.x == 0)
+      if (pass == 0 && threadIdx.x == 0 && ranks > 1)
         mbar_expect(bar(buffer), ranks * (slice * 4 + ((rank * slice + slice - 1) / D - slice_row + 1) * 8));
 #pragma unroll(NT)
       for (int e = thread; e < rows * kPass / 4; e += W * 32) {
@@ -612,10 +614,16 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
           acc.z += f * x.z;
           acc.w += f * x.w;
         }
-        const uint32_t there = cluster_addr(base, dest) - base, bar_there = there + bar(buffer);
-        send_four(there + base + L::kReceived + buffer * L::kRows * D * 4 + (rank * slice + at) * 4, acc, bar_there);
-        if (d == 0 || at == 0)
-          send_pair(there + base + L::kRankSums + ((buffer * kRanksMax + rank) * L::kRows + row) * 8, top, sum, bar_there);
+        const uint32_t to = base + L::kReceived + buffer * L::kRows * D * 4 + (rank * slice + at) * 4;
+        const uint32_t sums_to = base + L::kRankSums + ((buffer * kRanksMax + rank) * L::kRows + row) * 8;
+        if (ranks == 1) {
+          *(float4*)(smem + (to - base)) = acc;
+          if (d == 0) *(float2*)(smem + (sums_to - base)) = float2{top, sum};
+        } else {
+          const uint32_t there = cluster_addr(base, dest) - base, bar_there = there + bar(buffer);
+          send_four(there + to, acc, bar_there);
+          if (d == 0 || at == 0) send_pair(there + sums_to, top, sum, bar_there);
+        }
       }
     };
     merge_columns(Number<0>{});
@@ -635,10 +643,12 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
         const uint32_t share = words[4], longer = words[5], of_longer = (share + 1) * longer;
         const int began = start < of_longer ? start / (share + 1) : longer + (start - of_longer) / share;
         tail = 1;
-        words[0] = b;  // every thread the same
-        words[1] = part - began;
-        words[2] = (unit * p.parts + began) * 2;
-        words[3] = part_begin(began) == start ? 0 : 1;
+        if (threadIdx.x == 0) {
+          words[0] = b;
+          words[1] = part - began;
+          words[2] = (unit * p.parts + began) * 2;
+          words[3] = part_begin(began) == start ? 0 : 1;
+        }
       }
     }
     start += tiles;

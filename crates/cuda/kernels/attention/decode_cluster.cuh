@@ -46,7 +46,7 @@ struct ClusterParams {
   int rotary;                        // elements of a head that turn, 0: none; a power of two from 16 up
   int interleaved;                   // pairs are neighbours, else half of `rotary` apart
   int lse_row;
-  int unused;
+  int table_row;                     // entries from a sequence's pages to the next one's
   int shared;                        // every sequence has the first one's length and pages
   const char *k_new, *v_new;         // [batch * seqlen_q, num_kv_heads, head_dim] bf16, contiguous: the last keys, put into the pages; or null
   const float *cos, *sin;            // [positions, rotary / 2]

@@ -6,6 +6,10 @@ namespace suanpan {
 
 __device__ __forceinline__ float2 unpack_bf16(uint32_t x) { return float2{__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)}; }
 
+// a c - b s and a c + b s, each rounded in one way only.
+__device__ __forceinline__ float less(float a, float c, float b, float s) { return __fmaf_rn(a, c, -__fmul_rn(b, s)); }
+__device__ __forceinline__ float more(float a, float c, float b, float s) { return __fmaf_rn(a, c, __fmul_rn(b, s)); }
+
 // Elements 8 piece .. 8 piece + 7 of a head at `position`, turned: `x` holds them, `other` the elements rotary / 2 away, which only
 // pairs that are not neighbours need. cos, sin: [positions, rotary / 2] f32.
 __device__ __forceinline__ uint4 rotated(uint4 x, uint4 other, int piece, int position, int rotary, bool interleaved, const float* cos, const float* sin) {
@@ -19,11 +23,11 @@ __device__ __forceinline__ uint4 rotated(uint4 x, uint4 other, int piece, int po
     const float2 a = unpack_bf16(w[i]), b = unpack_bf16(y[i]);
     if (interleaved) {
       const float c = cos[at + 4 * piece + i], s = sin[at + 4 * piece + i];
-      w[i] = pack_bf16(a.x * c - a.y * s, a.x * s + a.y * c);
+      w[i] = pack_bf16(less(a.x, c, a.y, s), more(a.y, c, a.x, s));
     } else {
       const int pair = at + 8 * piece + 2 * i - (high ? half : 0);
       const float2 c = *(const float2*)(cos + pair), s = *(const float2*)(sin + pair);
-      w[i] = high ? pack_bf16(a.x * c.x + b.x * s.x, a.y * c.y + b.y * s.y) : pack_bf16(a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y);
+      w[i] = high ? pack_bf16(more(a.x, c.x, b.x, s.x), more(a.y, c.y, b.y, s.y)) : pack_bf16(less(a.x, c.x, b.x, s.x), less(a.y, c.y, b.y, s.y));
     }
   }
   return uint4{w[0], w[1], w[2], w[3]};

@@ -148,6 +148,8 @@ pub struct Fused {
     pub shared_pages: bool,
     /// Elements of a row of lse (and of `prior`'s), of which the first batch * seqlen_q are this launch's; 0: no others.
     pub lse_row: u32,
+    /// Entries of a row of the page table, of which the first `pages_max` are this launch's; 0: no others.
+    pub table_row: u32,
 }
 
 impl Fused {

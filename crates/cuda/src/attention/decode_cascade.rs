@@ -123,7 +123,11 @@ impl Cascade {
         let (d, f) = (&self.suffix, &self.suffix.fused);
         if f.prior.is_some() || f.wide || f.all_keys || f.shared_pages || f.lse_row != 0 || f.rotary.is_some()
         {
-            return bad("suffix.fused", format!("{f:?}"), "append alone: a cascade sets the rest itself");
+            return bad(
+                "suffix.fused",
+                format!("{f:?}"),
+                "append and table_row alone: a cascade sets the rest itself",
+            );
         }
         if d.scores.left.is_some() || d.scores.slopes.is_some() {
             return bad(

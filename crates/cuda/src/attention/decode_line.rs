@@ -30,8 +30,11 @@ struct Params {
 /// Whether this kernel can run `d`.
 pub(super) fn can(d: &Decode) -> bool {
     let f = &d.fused;
-    let plain =
-        d.scores == Scores::default() && f.append.is_none() && f.rotary.is_none() && f.prior.is_none();
+    let plain = d.scores == Scores::default()
+        && f.append.is_none()
+        && f.rotary.is_none()
+        && f.prior.is_none()
+        && f.table_row == 0;
     d.kv_type == KvType::Bf16 && plain && !d.batch_invariant
 }
 
@@ -59,7 +62,8 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu) -> Result<(), Error> {
             d.fused,
             d.batch_invariant
         );
-        let supported = "bf16, plain scores, neither append nor rotary nor prior, no invariance on this plan";
+        let supported =
+            "bf16, plain scores, no append, rotary, prior or longer table rows, no invariance on this plan";
         return Err(Error::Unsupported { field: "plan", asked, supported });
     }
     d.k.without_scales("k.scales")?;
