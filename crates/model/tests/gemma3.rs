@@ -1,7 +1,9 @@
-//! Gemma 3 270M Q4_K_M against llama.cpp on the same file: token ids, and log-probabilities on both sides of the window of 512.
+//! Gemma 3 270M Q4_K_M: token ids against llama.cpp on the same file, log-probabilities on both sides of the window of 512 against
+//! `transformers` in f32 on the dequantised weights.
 //!
 //! The file is not committed: `scripts/fetch-gemma3-270m` brings it, or SUANPAN_GEMMA3 names it; without it the tests say that they skipped.
-//! The reference is made by bench/peers/gemma3_reference.py. SUANPAN_GEMMA3_TOKENS goes further than the default of 1,024 tokens.
+//! The reference is made by bench/peers/gemma3_reference.py. SUANPAN_GEMMA3_TOKENS goes further than the default of 600 tokens, up to
+//! 1,024.
 
 mod common;
 
@@ -14,8 +16,8 @@ use suanpan_model::forward::ExecOptions;
 use suanpan_model::{LoadOptions, Model, load};
 use suanpan_ops::Precision;
 
-/// llama.cpp rounds activations to 8 bits and keys to 16: its own log-probabilities are this uncertain.
-const TOLERANCE: f64 = 0.05;
+/// Activations of two digits against f32. (llama.cpp's, of one, are 0.05 to 0.55 off the same reference at the same places.)
+const TOLERANCE: f64 = 5e-3;
 
 fn model() -> Option<Arc<Model>> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -41,20 +43,6 @@ fn ids(v: &Value) -> Vec<u32> {
     v.as_array().unwrap().iter().map(|x| x.as_u64().unwrap() as u32).collect()
 }
 
-/// The text's ids, then the same again from ever later starts.
-fn tokens(base: &[u32], n: usize) -> Vec<u32> {
-    let mut ids = base.to_vec();
-    for k in 1.. {
-        if ids.len() >= n {
-            break;
-        }
-        ids.extend_from_slice(&base[1 + 37 * k..]);
-        ids.extend_from_slice(&base[1..1 + 37 * k]);
-    }
-    ids.truncate(n);
-    ids
-}
-
 #[test]
 fn token_ids_are_those_of_llama_cpp() {
     let Some(model) = model() else { return };
@@ -69,9 +57,9 @@ fn token_ids_are_those_of_llama_cpp() {
 }
 
 #[test]
-fn log_probabilities_before_and_past_the_window_are_those_of_llama_cpp() {
+fn log_probabilities_before_and_past_the_window_are_those_of_transformers() {
     let Some(model) = model() else { return };
-    let most = std::env::var("SUANPAN_GEMMA3_TOKENS").ok().and_then(|n| n.parse().ok()).unwrap_or(1024);
+    let most = std::env::var("SUANPAN_GEMMA3_TOKENS").ok().and_then(|n| n.parse().ok()).unwrap_or(600);
     let reference = reference();
     let opts = ExecOptions {
         precision: Precision::Int16,
@@ -82,7 +70,7 @@ fn log_probabilities_before_and_past_the_window_are_those_of_llama_cpp() {
     };
     let mut d = Driver::new(model, opts, most.div_ceil(opts.page_size));
     let seq = d.start();
-    let tokens = tokens(&ids(&reference["ids"]), most);
+    let tokens = ids(&reference["ids"]);
     let (mut done, mut worst) = (0, 0.0f64);
     for top in reference["tops"].as_array().unwrap() {
         let n = top["tokens"].as_u64().unwrap() as usize;
@@ -104,7 +92,7 @@ fn log_probabilities_before_and_past_the_window_are_those_of_llama_cpp() {
         // What is improbable is uncertain by more; the bar is about what could be sampled.
         let off =
             got.iter().zip(&want).filter(|(_, w)| **w > -5.0).map(|(g, w)| (g - w).abs()).fold(0.0, f64::max);
-        println!("{n} tokens: log-probabilities within {off:.4} of llama.cpp");
+        println!("{n} tokens: log-probabilities within {off:.1e} of transformers");
         worst = worst.max(off);
         let first = (0..logits.len()).max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap();
         assert!(
