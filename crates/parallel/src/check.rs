@@ -376,19 +376,32 @@ fn shared(runs: &[Run]) -> Option<usize> {
 
 /// Messages of each pair of ranks, in order: both ends know of the same ones.
 fn matched(plan: &ParallelPlan) -> Result<(), Flaw> {
-    let list = |rank: usize, peer: usize, of: fn(&Step) -> &Vec<Transfer>| -> Vec<String> {
-        let all = plan.ranks[rank].steps.iter().flat_map(of).filter(|x| x.peer == peer);
-        let what = |x: &Transfer| plan.ranks[rank].buffers[x.region.buffer].what;
-        all.map(|x| format!("{:?} of rank {}, heads {:?}", what(x), x.region.origin, x.region.heads))
-            .collect()
+    let mut ends: BTreeMap<(usize, usize), [Vec<(What, &Region)>; 2]> = BTreeMap::new();
+    for (rank, steps) in plan.ranks.iter().enumerate() {
+        let what = |x: &Transfer| steps.buffers[x.region.buffer].what;
+        for step in &steps.steps {
+            step.sends
+                .iter()
+                .for_each(|x| ends.entry((rank, x.peer)).or_default()[0].push((what(x), &x.region)));
+            step.recvs
+                .iter()
+                .for_each(|x| ends.entry((x.peer, rank)).or_default()[1].push((what(x), &x.region)));
+        }
+    }
+    let same = |a: &(What, &Region), b: &(What, &Region)| {
+        (a.0, a.1.origin, &a.1.heads) == (b.0, b.1.origin, &b.1.heads)
     };
-    let n = plan.ranks.len();
-    for (from, to) in (0..n).flat_map(|a| (0..n).map(move |b| (a, b))) {
-        let (sent, expected) = (list(from, to, |s| &s.sends), list(to, from, |s| &s.recvs));
+    for ((from, to), [sent, expected]) in ends {
         for number in 0..sent.len().max(expected.len()) {
-            let name = |list: &[String]| list.get(number).cloned().unwrap_or("nothing".into());
-            let (sent, expected) = (name(&sent), name(&expected));
-            if sent != expected {
+            let (sent, expected) = (sent.get(number), expected.get(number));
+            if !sent.zip(expected).is_some_and(|(a, b)| same(a, b)) {
+                let name = |end: Option<&(What, &Region)>| {
+                    let of = |(what, r): &(What, &Region)| {
+                        format!("{what:?} of rank {}, heads {:?}", r.origin, r.heads)
+                    };
+                    end.map_or("nothing".to_string(), of)
+                };
+                let (sent, expected) = (name(sent), name(expected));
                 return Err(Flaw::Unmatched { from, to, number, sent, expected });
             }
         }

@@ -12,6 +12,7 @@ pub const ALLOWED: &[(&str, &[&str])] = &[
     ("ledger", &["base"]),
     ("cuda", &["base", "ledger"]),
     ("attn", &["base", "ledger"]),
+    ("parallel", &["base", "ledger", "attn"]),
     ("ops", &["base", "ledger"]),
     ("cache", &["base", "ledger"]),
     ("model", &["base", "ledger", "attn", "ops", "cache"]),
