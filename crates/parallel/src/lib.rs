@@ -6,6 +6,7 @@
 //! Deliberately no projections, no cache, no clock in the plan. Positions are global everywhere; a rank without tokens is a normal case.
 
 pub mod check;
+pub mod flaw;
 mod gather;
 pub mod kernel;
 pub mod mask;
@@ -17,7 +18,8 @@ pub mod tile;
 pub mod transport;
 pub mod ulysses;
 
-pub use check::{Flaw, check};
+pub use check::check;
+pub use flaw::Flaw;
 pub use kernel::{Attention, Inputs, Outputs};
 pub use mask::MaskSlices;
 pub use plan::{ParallelPlan, Pass, Request, Scheme};
