@@ -249,9 +249,12 @@ fn shared(runs: &[Run]) -> Option<usize> {
     None
 }
 
+/// A message: what its rows are, and which.
+type Message<'p> = (What, &'p Region);
+
 /// Messages of each pair of ranks, in order: both ends know of the same ones.
 fn matched(plan: &ParallelPlan) -> Result<(), Flaw> {
-    let mut ends: BTreeMap<(usize, usize), [Vec<(What, &Region)>; 2]> = BTreeMap::new();
+    let mut ends: BTreeMap<(usize, usize), [Vec<Message<'_>>; 2]> = BTreeMap::new();
     for (rank, steps) in plan.ranks.iter().enumerate() {
         let what = |x: &Transfer| steps.buffers[x.region.buffer].what;
         for step in &steps.steps {
@@ -263,15 +266,14 @@ fn matched(plan: &ParallelPlan) -> Result<(), Flaw> {
                 .for_each(|x| ends.entry((x.peer, rank)).or_default()[1].push((what(x), &x.region)));
         }
     }
-    let same = |a: &(What, &Region), b: &(What, &Region)| {
-        (a.0, a.1.origin, &a.1.heads) == (b.0, b.1.origin, &b.1.heads)
-    };
+    let same =
+        |a: &Message<'_>, b: &Message<'_>| (a.0, a.1.origin, &a.1.heads) == (b.0, b.1.origin, &b.1.heads);
     for ((from, to), [sent, expected]) in ends {
         for number in 0..sent.len().max(expected.len()) {
             let (sent, expected) = (sent.get(number), expected.get(number));
             if !sent.zip(expected).is_some_and(|(a, b)| same(a, b)) {
-                let name = |end: Option<&(What, &Region)>| {
-                    let of = |(what, r): &(What, &Region)| {
+                let name = |end: Option<&Message<'_>>| {
+                    let of = |(what, r): &Message<'_>| {
                         format!("{what:?} of rank {}, heads {:?}", r.origin, r.heads)
                     };
                     end.map_or("nothing".to_string(), of)
