@@ -69,7 +69,9 @@ fn spoiled(spoil: impl FnOnce(&mut ParallelPlan)) -> Flaw {
 
 #[test]
 fn every_spoiled_plan_is_caught() {
-    let flaw = spoiled(|p| drop(p.ranks[1].steps[1].work.pop()));
+    let flaw = spoiled(|p| {
+        p.ranks[1].steps[1].work.pop();
+    });
     assert!(matches!(flaw, Flaw::Missed { .. }), "a tile left out: {flaw}");
     let flaw = spoiled(|p| {
         let work = p.ranks[1].steps[1].work[0].clone();
@@ -78,7 +80,9 @@ fn every_spoiled_plan_is_caught() {
     assert!(matches!(flaw, Flaw::Twice { .. }), "a tile twice: {flaw}");
     let flaw = spoiled(|p| p.ranks[2].steps[0].work.iter_mut().for_each(|w| w.tile.high = None));
     assert!(matches!(flaw, Flaw::Hidden { .. }), "a mask dropped: {flaw}");
-    let flaw = spoiled(|p| drop(p.ranks[0].steps[1].sends.remove(0)));
+    let flaw = spoiled(|p| {
+        p.ranks[0].steps[1].sends.remove(0);
+    });
     assert!(matches!(flaw, Flaw::Unmatched { .. }), "a message not sent: {flaw}");
     let flaw = spoiled(|p| p.ranks[0].steps[2].sends.swap(0, 1));
     assert!(matches!(flaw, Flaw::Unmatched { .. }), "messages in another order: {flaw}");
@@ -101,14 +105,18 @@ fn every_spoiled_plan_is_caught() {
     assert!(matches!(flaw, Flaw::Rewritten { rank: 1, step: 2, .. }), "cleared while sent: {flaw}");
     let flaw = spoiled(|p| p.ranks[1].steps[1].work[0].kv = own::KV);
     assert!(matches!(flaw, Flaw::Absent { rank: 1, step: 1, buffer: own::KV, .. }), "stale keys: {flaw}");
-    let flaw = spoiled(|p| drop(p.ranks[1].steps[2].moves.pop()));
+    let flaw = spoiled(|p| {
+        p.ranks[1].steps[2].moves.pop();
+    });
     assert!(matches!(flaw, Flaw::Incomplete { .. }), "gradients not added: {flaw}");
     let flaw = spoiled(|p| {
         let again = p.ranks[1].steps[2].moves[0].clone();
         p.ranks[1].steps[2].moves.push(again);
     });
     assert!(matches!(flaw, Flaw::AddedTwice { rank: 1, step: 2, .. }), "gradients added twice: {flaw}");
-    let flaw = spoiled(|p| drop(p.ranks[1].steps[2].clears.pop()));
+    let flaw = spoiled(|p| {
+        p.ranks[1].steps[2].clears.pop();
+    });
     assert!(matches!(flaw, Flaw::Absent { .. } | Flaw::AddedTwice { .. }), "sums not cleared: {flaw}");
     let flaw = spoiled(|p| p.ranks[0].steps[0].work[0].tile.kv_heads = 0..1);
     assert!(matches!(flaw, Flaw::Malformed { .. }), "query heads over the wrong kv head: {flaw}");
