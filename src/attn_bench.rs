@@ -274,7 +274,7 @@ impl Memory {
     fn scales(&self) -> KvScales<'_> {
         match self {
             Memory::Quantised { k, v, scale_strides: s, .. } => {
-                KvScales { k: &k.1, k_strides: *s, v: &v.1, v_strides: *s }
+                KvScales { k: Buf::F32(&k.1), k_strides: *s, v: Buf::F32(&v.1), v_strides: *s }
             }
             _ => KvScales::default(),
         }
@@ -356,10 +356,11 @@ impl Subject {
         let mut worst = 0.0f64;
         for head in [0, h.num_q_heads - 1] {
             let (kv_head, scales) = (head / h.group_size(), self.memory.scales());
-            let rows = |(buf, strides): (Buf<'_>, Strides), scales: &[f32], s: Strides| -> Vec<f64> {
+            let rows = |(buf, strides): (Buf<'_>, Strides), scales: Buf<'_>, s: Strides| -> Vec<f64> {
                 let element = |j: usize, x: usize| {
-                    let scale = scales.get(j * s.token + kv_head * s.head).map_or(1.0, |&s| f64::from(s));
-                    scale * f64::from(buf.get(self.memory.row(strides, kv_head, j) + x))
+                    let at = j * s.token + kv_head * s.head;
+                    let scale = if scales.is_empty() { 1.0 } else { scales.get(at) };
+                    f64::from(scale) * f64::from(buf.get(self.memory.row(strides, kv_head, j) + x))
                 };
                 (0..self.len.seqlen_k * d).map(|x| element(x / d, x % d)).collect()
             };

@@ -21,7 +21,7 @@ pub struct BenchArgs {
 
 #[derive(clap::Subcommand)]
 enum What {
-    /// Attention alone: prefill over lengths and head widths, one decode over a long history, and the memory it reads from.
+    /// Attention alone: prefill over lengths and head widths, decode over a long history, and the memory it reads from.
     Attn(AttnArgs),
     /// A model's executor: prefill and decode tokens a second at given lengths and depths.
     Model(ModelArgs),
@@ -47,10 +47,19 @@ struct AttnArgs {
     /// Threads [default: one for each core].
     #[arg(long)]
     threads: Option<usize>,
-    /// Print JSON: a list of {"phase", "isa", "threads", "dtype", "kv_dtype", "num_q_heads", "num_kv_heads", "head_dim", "mask", "seqlen_q",
-    /// "seqlen_k", "page_size", "ms", "gflops", "kv_gbytes_per_s", "error"}.
+    /// Where it runs: cpu, or cuda for the first Hopper device (then --threads does not apply, and --repeats 0 only checks and predicts).
+    #[arg(long, value_enum, default_value_t = BenchDevice::Cpu)]
+    device: BenchDevice,
+    /// Print JSON; on the CPU a list of {"phase", "isa", "threads", "dtype", "kv_dtype", "num_q_heads", "num_kv_heads", "head_dim", "mask", "seqlen_q",
+    /// "seqlen_k", "page_size", "ms", "gflops", "kv_gbytes_per_s", "error"}, on a GPU {"peaks", "rows"}.
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum BenchDevice {
+    Cpu,
+    Cuda,
 }
 
 #[derive(clap::Args)]
@@ -85,7 +94,59 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<()> {
     }
 }
 
+#[cfg(not(feature = "cuda"))]
+fn attn_cuda(_: &AttnArgs) -> anyhow::Result<()> {
+    anyhow::bail!("--device cuda: this binary was built without the feature `cuda`; supported: cpu")
+}
+
+#[cfg(feature = "cuda")]
+fn attn_cuda(args: &AttnArgs) -> anyhow::Result<()> {
+    use crate::attn_cuda;
+    ensure!(args.threads.is_none(), "--threads: supported with --device cpu");
+    let config = attn_cuda::Config {
+        lengths: args.lengths.clone(),
+        head_dims: args.head_dims.clone(),
+        decode_keys: args.decode_keys,
+        repeats: args.repeats,
+    };
+    let (peaks, rows) = attn_cuda::run(&config)?;
+    if args.json {
+        let rows: Vec<_> = rows.iter().map(cuda_json).collect();
+        let peaks =
+            peaks.map(|p| serde_json::json!({"flops_per_s": p.flops_per_s, "bytes_per_s": p.bytes_per_s}));
+        println!("{}", serde_json::to_string_pretty(&serde_json::json!({"peaks": peaks, "rows": rows}))?);
+        return Ok(());
+    }
+    if let Some(p) = peaks {
+        println!(
+            "measured peaks: {:.0} TFLOP/s of bf16 products, {:.2} TB/s read",
+            p.flops_per_s / 1e12,
+            p.bytes_per_s / 1e12
+        );
+    }
+    for row in &rows {
+        println!("{row}");
+    }
+    Ok(())
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_json(row: &crate::attn_cuda::Row) -> serde_json::Value {
+    let h = row.problem.heads;
+    serde_json::json!({
+        "phase": row.phase, "dtype": row.problem.q_dtype.name(), "kv_dtype": row.problem.kv_dtype.name(),
+        "num_q_heads": h.num_q_heads, "num_kv_heads": h.num_kv_heads, "head_dim": h.head_dim_qk,
+        "mask": row.problem.mask.to_string(), "kv": row.problem.kv.to_string(), "batch": row.batch,
+        "seqlen_q": row.len.seqlen_q, "seqlen_k": row.len.seqlen_k, "kernel": row.kernel, "plan": row.plan, "us": row.us,
+        "flops_per_s": row.flops_per_s(), "bytes_per_s": row.bytes_per_s(), "share_of_peak": row.share, "predicted": row.predicted,
+        "error": row.error,
+    })
+}
+
 fn attn(args: &AttnArgs) -> anyhow::Result<()> {
+    if args.device == BenchDevice::Cuda {
+        return attn_cuda(args);
+    }
     let mut config = Config {
         lengths: args.lengths.clone(),
         head_dims: args.head_dims.clone(),
@@ -247,6 +308,8 @@ fn lane(args: &ModelArgs) -> anyhow::Result<Lane> {
         ExecOptions {
             precision: options.precision,
             kv_dtype: options.kv_cache_dtype,
+            kv_spared: options.kv_cache_dtype_skip_layers,
+            batch_invariant: options.batch_invariant,
             threads,
             max_tokens: options.max_num_batched_tokens,
             max_seqs: 1,

@@ -4,14 +4,17 @@
 usage: hopper_forward.py DIMS MASKS LENGTHS REPEATS ROUNDS PEERS [OUR BENCH BINARY] [RECORD INPUT]
        e.g. 64,128,256 full,causal 2048,8192,16384,32768 10 3 fa3,cudnn ./suanpan-gpu-bench forward.json
 Several groups of cells: the first three arguments as lists separated by "/".
-Each round takes a head dim and a mask at a time, first ours, then the peers; a cell's figure is the median over the rounds.
+Each round takes a cell at a time, first ours, then the peers, with a rest before each: in one long run the power limit lowers the clock for
+whoever is measured at that moment (docs/cuda-attn-notes.md). A cell's figure is the median over the rounds.
 With the last argument it writes what `cargo xtask record` takes. Masks as in suanpan-gpu-bench; a peer that lacks one is left out.
 """
+import itertools
 import json
 import re
 import statistics
 import subprocess
 import sys
+import time
 from collections import defaultdict
 
 import torch
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TOKENS, COLUMNS = 32768, 2048  # tokens in all, heads x head_dim
+REST_S = 0.3
 
 
 def timed(call, repeats, warm):
@@ -101,6 +105,7 @@ def peers_round(dims, mask, lengths, repeats, peers, times):
                 continue
             try:
                 call = make(mask, q, k, v)
+                time.sleep(REST_S)
                 if call:
                     times[(dims, mask, length)][name].append(median_ms(call, repeats) * 1e3)
             except Exception as e:  # a build without the feature says so when it is called
@@ -114,6 +119,7 @@ def our_round(binary, dims, mask, lengths, repeats, times):
     dim = str(dims[0]) if dims[0] == dims[1] else f"{dims[0]}{dims[1]}"
     command = [*binary.split("+"), "--what", "forward", "--dims", dim, "--masks", mask,
                "--lens", ",".join(map(str, lengths)), "--repeats", str(repeats)]
+    time.sleep(REST_S)
     out = subprocess.run(command, capture_output=True, text=True)
     if out.returncode:
         print(f"{name} d {dims} {mask}: {out.stderr.strip()[-200:]}", flush=True)
@@ -152,16 +158,15 @@ def main():
     cells = {(d, m, s): defaultdict(list) for dims, masks, lengths in groups for d in dims for m in masks for s in lengths}
     for _ in range(rounds):
         for dims, masks, lengths in groups:
-            for d in dims:
-                for m in masks:
-                    for binary in ours:
-                        our_round(binary, d, m, lengths, repeats, cells)
-                    peers_round(d, m, lengths, repeats, peers, cells)
+            for d, m, length in itertools.product(dims, masks, lengths):
+                for binary in ours:
+                    our_round(binary, d, m, [length], repeats, cells)
+                peers_round(d, m, [length], repeats, peers, cells)
     rows = [row_of(cell, times, versions) for cell, times in cells.items() if times]
     if len(sys.argv) > 8:
         conditions = {
             "phase": "prefill", "device": torch.cuda.get_device_name(), "clocks": "not controlled, 700 W limit", 
-            "dropout": "none", "backend": "suanpan-cuda", "cache_state": "random normal q, k, v, launches back to back after 0.15 s of them",
+            "dropout": "none", "backend": "suanpan-cuda", "cache_state": "random normal q, k, v, launches back to back after 0.3 s of rest and 0.15 s of them",
             "flops": "2 pairs heads (head_dim + head_dim_v), pairs of a causal square by half", "rounds": rounds, "launches_a_round": repeats,
         }
         with open(sys.argv[8], "w") as f:

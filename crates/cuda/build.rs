@@ -1,8 +1,22 @@
 //! Compiles the kernels with nvcc (from NVCC, CUDA_HOME or PATH) and embeds the cubins. No JIT, no toolkit at run time.
 use std::env;
 use std::fmt::Write as _;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+#[path = "src/shapes.rs"]
+mod shapes;
+
+const FLAGS: [&str; 7] = [
+    "-std=c++17",
+    "-O3",
+    "-lineinfo",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-cubin",
+    "-Xptxas",
+    "-v,-warn-spills",
+];
 
 /// One cubin: a source built under some definitions.
 struct Unit {
@@ -11,29 +25,53 @@ struct Unit {
     defines: Vec<String>,
 }
 
+fn define(name: &str, value: impl std::fmt::Display) -> String {
+    format!("-D{name}={value}")
+}
+
+fn forward(s: &shapes::ForwardShape, dtype: &str, tag: &str, more: bool) -> Unit {
+    Unit {
+        name: format!("forward_{}{}_{}_{dtype}", if more { "more_" } else { "" }, s.head_dim, s.head_dim_v),
+        source: "kernels/attention/forward.cu",
+        defines: vec![
+            define("HEAD_DIM", s.head_dim),
+            define("HEAD_DIM_V", s.head_dim_v),
+            define("DTYPE", tag),
+            define("WARPGROUPS", s.warpgroups),
+            define("KEYS", s.keys),
+            define("KV_STAGES", s.stages),
+            define("Q_BUFFERS", s.q_buffers),
+            define("TOKEN", s.token),
+            define("OVERLAP", u32::from(s.overlap)),
+            define("MORE", u32::from(more)),
+        ],
+    }
+}
+
+fn forward_fp8(s: &shapes::Fp8Shape) -> Unit {
+    Unit {
+        name: format!("forward_{}_e4m3", s.head_dim),
+        source: "kernels/attention/forward_fp8.cu",
+        defines: vec![
+            define("HEAD_DIM", s.head_dim),
+            define("WARPGROUPS", s.warpgroups),
+            define("K_STAGES", s.k_stages),
+            define("V_STAGES", s.v_stages),
+            define("TRANSPOSED_STAGES", s.transposed_stages),
+            define("TOKEN", s.token),
+        ],
+    }
+}
+
 fn units() -> Vec<Unit> {
     let mut out = vec![Unit { name: "random".into(), source: "kernels/testing/random.cu", defines: vec![] }];
+    out.push(Unit { name: "peak".into(), source: "kernels/testing/peak.cu", defines: vec![] });
+    out.push(Unit { name: "quantise".into(), source: "kernels/attention/quantise.cu", defines: vec![] });
     for (dtype, tag) in [("bf16", "Bf16"), ("fp16", "Fp16")] {
-        for (dim, dim_v) in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
-            out.push(Unit {
-                name: format!("forward_{dim}_{dim_v}_{dtype}"),
-                source: "kernels/attention/forward.cu",
-                defines: vec![
-                    format!("-DHEAD_DIM={dim}"),
-                    format!("-DHEAD_DIM_V={dim_v}"),
-                    format!("-DDTYPE={tag}"),
-                ],
-            });
-        }
+        out.extend(shapes::FORWARD.iter().map(|shape| forward(shape, dtype, tag, false)));
+        out.extend(shapes::FORWARD_MORE.iter().map(|shape| forward(shape, dtype, tag, true)));
     }
-    for dim in [128, 256] {
-        let defines = vec![format!("-DHEAD_DIM={dim}")];
-        out.push(Unit {
-            name: format!("forward_{dim}_e4m3"),
-            source: "kernels/attention/forward_fp8.cu",
-            defines,
-        });
-    }
+    out.extend(shapes::FORWARD_FP8.iter().map(forward_fp8));
     for dim in [64, 128, 256] {
         let defines = vec![format!("-DHEAD_DIM={dim}")];
         out.push(Unit { name: format!("decode_{dim}_bf16"), source: "kernels/attention/decode.cu", defines });
@@ -45,6 +83,7 @@ fn units() -> Vec<Unit> {
             out.push(Unit { name, source: "kernels/attention/decode_cluster.cu", defines });
         }
     }
+    out.push(Unit { name: "decode_mla".into(), source: "kernels/attention/decode_mla.cu", defines: vec![] });
     out.retain(|u| Path::new(u.source).exists());
     out
 }
@@ -67,10 +106,37 @@ fn find_nvcc() -> PathBuf {
     );
 }
 
+/// A number that changes with the unit's definitions, its source and everything that source includes by name.
+fn fingerprint(nvcc: &Path, unit: &Unit) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (nvcc, &unit.defines, FLAGS).hash(&mut hasher);
+    let mut files = vec![PathBuf::from(unit.source)];
+    let mut at = 0;
+    while at < files.len() {
+        let text =
+            std::fs::read_to_string(&files[at]).unwrap_or_else(|e| panic!("{}: {e}", files[at].display()));
+        text.hash(&mut hasher);
+        let folder = files[at].parent().expect("a file in kernels").to_path_buf();
+        for name in text.lines().filter_map(|l| l.strip_prefix("#include \"")?.split('"').next()) {
+            let file = folder.join(name);
+            if !files.contains(&file) {
+                files.push(file);
+            }
+        }
+        at += 1;
+    }
+    hasher.finish()
+}
+
+/// Compiles one unit, unless its cubin is there from the same sources.
 fn compile(nvcc: &Path, unit: &Unit, cubin: &Path) {
+    let (key, stamp) = (fingerprint(nvcc, unit).to_string(), cubin.with_extension("key"));
+    if cubin.exists() && std::fs::read_to_string(&stamp).is_ok_and(|old| old == key) {
+        return;
+    }
     let output = Command::new(nvcc)
-        .args(["-std=c++17", "-O3", "-lineinfo", "-gencode=arch=compute_90a,code=sm_90a", "-cubin"])
-        .args(["-Xptxas", "-v,-warn-spills", "-o"])
+        .args(FLAGS)
+        .arg("-o")
         .arg(cubin)
         .arg(unit.source)
         .args(&unit.defines)
@@ -84,6 +150,7 @@ fn compile(nvcc: &Path, unit: &Unit, cubin: &Path) {
     for line in log.lines().filter(|l| l.contains("warning")) {
         println!("cargo:warning={}: {line}", unit.name);
     }
+    std::fs::write(&stamp, key).expect("OUT_DIR is writable");
 }
 
 fn main() {

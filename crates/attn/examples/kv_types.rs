@@ -110,9 +110,9 @@ impl Subject {
             page_table: &self.table,
             page_table_stride: self.table.len(),
             kv_scales: KvScales {
-                k: &self.numbers,
+                k: Buf::F32(&self.numbers),
                 k_strides: self.scale_strides,
-                v: &self.numbers,
+                v: Buf::F32(&self.numbers),
                 v_strides: self.scale_strides,
             },
             extras: Extras::default(),

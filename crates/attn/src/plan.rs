@@ -227,7 +227,8 @@ impl Plan {
         let (p, Seq { len, q_start, .. }) = (&self.problem, self.seqs[seq]);
         let seen = |head: usize, row: usize, key: usize| extras.sees(p, (seq, len, q_start), head, row, key);
         let tile = (self.tile_q_for(len), KEY_BLOCK);
-        let stored = (p.kv_dtype, p.kv_scales, crate::scales::page_size_of(p));
+        let scale_bytes = p.kv_scale_dtype.bytes_of(1);
+        let stored = (p.kv_dtype, p.kv_scales, crate::scales::page_size_of(p), scale_bytes);
         kernel::attention_books_seen(p.heads, p.mask, len, stored, tile, seen)
     }
 

@@ -85,12 +85,13 @@ pub fn run(
     });
     let heads = plan.problem.heads;
     let per_key = kernel::kv_write_bytes(heads, 1, plan.problem.kv_dtype) / heads.num_kv_heads as u64;
+    let scale_pair = kernel::scale_pair_bytes(heads, plan.problem.kv_scale_dtype.bytes_of(1));
     for (book, counts) in books.iter_mut().zip(call.counts) {
         let [pairs, keys, scales] = counts.each_ref().map(|n| n.load(Ordering::Relaxed));
         *book += AttnBooks {
             pairs,
             flops: kernel::forward_flops(pairs, heads),
-            kv_read_bytes: keys * per_key + scales * kernel::scale_pair_bytes(heads),
+            kv_read_bytes: keys * per_key + scales * scale_pair,
             kv_write_bytes: 0,
         };
     }

@@ -222,6 +222,28 @@ impl Gpu {
         }
     }
 
+    /// Puts `word` into each of `words` 32-bit words, in the stream's order.
+    ///
+    /// # Safety
+    /// The words are device memory that nothing else uses until the stream has filled it.
+    pub unsafe fn fill(&self, address: Address, words: u64, word: u32) -> Result<(), Error> {
+        // SAFETY: the caller vouches for the words.
+        unsafe { sys::cuMemsetD32Async(address, word, words as usize, self.stream.cu_stream()) }
+            .result()
+            .map_err(call("cuMemsetD32Async"))
+    }
+
+    /// Copies `host` to `address` in the stream's order; `host` is free when the call returns. (A copy outside the stream may still be on its
+    /// way when the stream's next kernel starts.)
+    ///
+    /// # Safety
+    /// The bytes are device memory that nothing outside the stream uses until it has run the copy.
+    pub unsafe fn copy<T: Copy>(&self, address: Address, host: &[T]) -> Result<(), Error> {
+        // SAFETY: the caller vouches for the memory; plain data is copied, from pageable memory and so staged before the call returns.
+        unsafe { result::memcpy_htod_async(address, host, self.stream.cu_stream()) }
+            .map_err(call("cuMemcpyHtoDAsync"))
+    }
+
     /// Waits for everything on the stream.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.stream.synchronize().map_err(call("cuStreamSynchronize"))
@@ -235,5 +257,55 @@ fn cluster_attribute(ranks: u32) -> sys::CUlaunchAttribute {
         id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
         pad: [0; 4],
         value,
+    }
+}
+
+/// Device memory, freed when dropped: callers wait for what still uses it.
+#[derive(Debug)]
+pub struct Memory {
+    /// Of the first byte; a multiple of 256.
+    pub address: Address,
+    /// At least 256.
+    pub bytes: usize,
+}
+
+impl Memory {
+    /// At least `bytes` bytes, of any content.
+    pub fn new(gpu: &Gpu, bytes: usize) -> Result<Self, Error> {
+        gpu.context.bind_to_thread().map_err(call("cuCtxSetCurrent"))?;
+        // SAFETY: a plain allocation in the bound context.
+        let address = unsafe { result::malloc_sync(bytes.max(256)) }.map_err(call("cuMemAlloc"))?;
+        Ok(Self { address, bytes: bytes.max(256) })
+    }
+
+    /// The bytes of `host`.
+    pub fn from_slice<T: Copy>(gpu: &Gpu, host: &[T]) -> Result<Self, Error> {
+        let memory = Self::new(gpu, size_of_val(host))?;
+        memory.write(0, host)?;
+        Ok(memory)
+    }
+
+    /// Copies `host` to byte offset `offset`. Panics past the end.
+    pub fn write<T: Copy>(&self, offset: usize, host: &[T]) -> Result<(), Error> {
+        assert!(offset + size_of_val(host) <= self.bytes);
+        // SAFETY: the range was just checked; plain data is copied.
+        unsafe { result::memcpy_htod_sync(self.address + offset as u64, host) }.map_err(call("cuMemcpyHtoD"))
+    }
+
+    /// Copies `len` numbers from byte offset `offset`. Panics past the end.
+    pub fn read<T: Copy + Default>(&self, offset: usize, len: usize) -> Result<Vec<T>, Error> {
+        let mut host = vec![T::default(); len];
+        assert!(offset + size_of_val(&host[..]) <= self.bytes);
+        // SAFETY: the range was just checked; T is plain data (integers and floats).
+        unsafe { result::memcpy_dtoh_sync(&mut host, self.address + offset as u64) }
+            .map_err(call("cuMemcpyDtoH"))?;
+        Ok(host)
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new`, freed once.
+        let _ = unsafe { result::free_sync(self.address) };
     }
 }

@@ -1,45 +1,12 @@
 //! For the test and bench binaries: device buffers, random inputs, the f64 oracle and plain attention at 16 bits.
-use crate::driver::{Address, Gpu, call};
+use crate::driver::{Gpu, call};
 use crate::{Dtype, Error};
-use cudarc::driver::{CudaGraph, result, sys};
+use cudarc::driver::{CudaGraph, sys};
 use std::ffi::c_void;
 
-/// A device allocation, freed when dropped.
-pub struct Buffer {
-    pub address: Address,
-    pub bytes: usize,
-}
+pub use crate::driver::Memory as Buffer;
 
 impl Buffer {
-    pub fn new(gpu: &Gpu, bytes: usize) -> Result<Self, Error> {
-        gpu.context.bind_to_thread().map_err(call("cuCtxSetCurrent"))?;
-        // SAFETY: a plain allocation in the bound context.
-        let address = unsafe { result::malloc_sync(bytes.max(256)) }.map_err(call("cuMemAlloc"))?;
-        Ok(Self { address, bytes: bytes.max(256) })
-    }
-
-    pub fn from_slice<T: Copy>(gpu: &Gpu, host: &[T]) -> Result<Self, Error> {
-        let buffer = Self::new(gpu, size_of_val(host))?;
-        buffer.write(0, host)?;
-        Ok(buffer)
-    }
-
-    /// Copies `host` to byte offset `offset`.
-    pub fn write<T: Copy>(&self, offset: usize, host: &[T]) -> Result<(), Error> {
-        assert!(offset + size_of_val(host) <= self.bytes);
-        // SAFETY: the range was just checked; plain data is copied.
-        unsafe { result::memcpy_htod_sync(self.address + offset as u64, host) }.map_err(call("cuMemcpyHtoD"))
-    }
-
-    pub fn read<T: Copy + Default>(&self, offset: usize, len: usize) -> Result<Vec<T>, Error> {
-        let mut host = vec![T::default(); len];
-        assert!(offset + size_of_val(&host[..]) <= self.bytes);
-        // SAFETY: the range was just checked; T is plain data here (integers and floats).
-        unsafe { result::memcpy_dtoh_sync(&mut host, self.address + offset as u64) }
-            .map_err(call("cuMemcpyDtoH"))?;
-        Ok(host)
-    }
-
     /// Fills the buffer with one 32-bit word.
     pub fn fill(&self, gpu: &Gpu, word: u32) -> Result<(), Error> {
         self.fill_async(gpu, word)?;
@@ -88,13 +55,6 @@ impl Buffer {
         let kernel = gpu.kernel("random", "read_all", 0)?;
         // SAFETY: the parameters match `read_all`; the range was just checked.
         unsafe { gpu.launch(kernel, (gpu.num_sms * 4, 1, 1), 512, 0, &mut args) }
-    }
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        // SAFETY: allocated by `new`, freed once; callers synchronise before dropping what a kernel still uses.
-        let _ = unsafe { result::free_sync(self.address) };
     }
 }
 
@@ -324,6 +284,26 @@ pub fn time_us(
         times.push(f64::from(start.elapsed_ms(end).map_err(&read)?) * 1e3);
     }
     Ok(median(&mut times))
+}
+
+/// Matrix products a second of a bare loop on random bf16 numbers, in FLOP/s, after 0.15 s of it: what the power limit leaves.
+pub fn matrix_peak(gpu: &Gpu) -> Result<f64, Error> {
+    const LOOPS: u32 = 4000;
+    let random = Buffer::new(gpu, 80 << 10)?;
+    random.fill_normal(gpu, 5, Dtype::Bf16)?;
+    let out = Buffer::new(gpu, 4096)?;
+    let smem = (80 << 10) + 1024;
+    let kernel = gpu.kernel("peak", "matrix_peak", smem)?;
+    let launch = || {
+        let (mut from, mut loops, mut to) = (random.address, LOOPS as i32, out.address);
+        let mut args: [*mut c_void; 3] =
+            [(&raw mut from).cast(), (&raw mut loops).cast(), (&raw mut to).cast()];
+        // SAFETY: the parameters match `matrix_peak`, which reads 80 KiB and writes inside `out`.
+        unsafe { gpu.launch(kernel, (gpu.num_sms, 1, 1), 384, smem, &mut args) }
+    };
+    let us = time_us(gpu, 10, 60, launch)?;
+    let flops = f64::from(gpu.num_sms) * 3.0 * f64::from(LOOPS) * 8.0 * 2.0 * 64.0 * 128.0 * 16.0;
+    Ok(flops / us * 1e6)
 }
 
 /// Captures what `f` puts on the stream.

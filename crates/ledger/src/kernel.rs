@@ -19,20 +19,20 @@ pub const fn kv_write_bytes(heads: HeadShape, tokens: usize, kv_dtype: DType) ->
     kv_dtype.bytes_of(tokens * heads.num_kv_heads * heads.kv_width()) as u64
 }
 
-/// Bytes of one scale of a key and of its partner of the value; of the key's alone where it holds the value.
-pub const fn scale_pair_bytes(heads: HeadShape) -> u64 {
-    if heads.values_in_keys { 4 } else { 8 }
+/// Bytes of one scale of a key and of its partner of the value; of the key's alone where it holds the value. A scale has `scale_bytes`.
+pub const fn scale_pair_bytes(heads: HeadShape, scale_bytes: usize) -> u64 {
+    scale_bytes as u64 * if heads.values_in_keys { 1 } else { 2 }
 }
 
 /// Bytes of the scales that the walk of [`attention_books`] reads: keys go by in blocks that stand on multiples of `key_block`, and each run
 /// of keys of a block that share a scale reads it once, for each tile and kv head.
 ///
-/// `page_size` counts only where scales belong to pages; pages start at the sequence's first key.
+/// `page_size` counts only where scales belong to pages; pages start at the sequence's first key. A scale has `scale_bytes`.
 pub fn scale_read_bytes(
     heads: HeadShape,
     mask: Mask,
     len: SeqLen,
-    (scales, page_size): (ScaleGrain, usize),
+    (scales, page_size, scale_bytes): (ScaleGrain, usize, usize),
     (tile_q, key_block): (usize, usize),
 ) -> u64 {
     assert!(tile_q >= 1 && key_block >= 1, "a tile holds at least one token");
@@ -47,7 +47,7 @@ pub fn scale_read_bytes(
             }
         }
     }
-    pairs * heads.num_kv_heads as u64 * scale_pair_bytes(heads)
+    pairs * heads.num_kv_heads as u64 * scale_pair_bytes(heads, scale_bytes)
 }
 
 /// Runs of the keys `keys` of a block that share a scale.
@@ -97,7 +97,7 @@ pub fn attention_books_seen(
     heads: HeadShape,
     mask: Mask,
     len: SeqLen,
-    (kv_dtype, scales, page_size): (DType, ScaleGrain, usize),
+    (kv_dtype, scales, page_size, scale_bytes): (DType, ScaleGrain, usize, usize),
     (tile_q, key_block): (usize, usize),
     seen: impl Fn(usize, usize, usize) -> bool,
 ) -> AttnBooks {
@@ -129,7 +129,7 @@ pub fn attention_books_seen(
     AttnBooks {
         pairs,
         flops: forward_flops(pairs, heads),
-        kv_read_bytes: keys_loaded * per_key + scale_pairs * scale_pair_bytes(heads),
+        kv_read_bytes: keys_loaded * per_key + scale_pairs * scale_pair_bytes(heads, scale_bytes),
         kv_write_bytes: 0,
     }
 }
@@ -224,6 +224,18 @@ pub fn tiled(heads: HeadShape, mask: Mask, len: SeqLen, dtype: DType, tile_q: us
     }
 }
 
+/// Entry of one sequence where a cache behind the tiles holds what they share: `keys` keys and values, q, o and lse once each.
+pub fn once(heads: HeadShape, keys: usize, len: SeqLen, (q_dtype, kv_dtype): (DType, DType)) -> Entry {
+    let q_rows = len.seqlen_q * heads.num_q_heads;
+    let q_bytes = q_dtype.bytes_of(q_rows * heads.head_dim_qk) as u64;
+    Entry {
+        flops: 0,
+        device_read_bytes: kv_write_bytes(heads, keys, kv_dtype) + q_bytes,
+        device_write_bytes: (q_dtype.bytes_of(q_rows * heads.head_dim_v) + 4 * q_rows) as u64,
+        link_bytes: 0,
+    }
+}
+
 /// What plain attention puts into device memory for one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Plain {
@@ -294,7 +306,7 @@ mod tests {
         let len = SeqLen::new(4, 20);
         let books = attention_books(heads, Mask::FULL, len, DType::I4, 4);
         assert_eq!(books.kv_read_bytes, 20 * 2 * 16 / 2);
-        let bytes = |mask, scales, tile| scale_read_bytes(heads, mask, len, (scales, 16), (tile, 12));
+        let bytes = |mask, scales, tile| scale_read_bytes(heads, mask, len, (scales, 16, 4), (tile, 12));
         // Two blocks of 12 keys; page 0 lies in both.
         assert_eq!(ScaleGrain::ALL.map(|s| bytes(Mask::FULL, s, 4)), [0, 2 * 16, 2 * 16, 20 * 16, 3 * 16]);
         assert_eq!(bytes(Mask::FULL, ScaleGrain::Page, 2), 2 * 3 * 16);

@@ -15,6 +15,7 @@ mod element;
 mod kv_scales;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod ordered;
 mod pack;
 mod packed;
 mod portable;

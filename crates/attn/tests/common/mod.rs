@@ -112,6 +112,7 @@ impl Case {
             q_dtype: self.q_dtype,
             kv_dtype: self.kv_dtype,
             kv_scales: self.kv_scales,
+            kv_scale_dtype: stored::scale_dtype(self),
             batch_invariant: self.batch_invariant,
             kv: self.page_size.map_or(KvLayout::Contiguous, |page_size| KvLayout::Paged { page_size }),
         }

@@ -21,8 +21,8 @@
 namespace suanpan {
 
 struct DecodeParams {
-  void* o;                // [batch * seqlen_q, num_q_heads, head_dim], contiguous
-  float* lse;             // [num_q_heads, batch * seqlen_q], natural logarithm
+  void* o;                // [batch * seqlen_q, num_q_heads, head_dim] bf16, or f32 where wide, contiguous
+  float* lse;             // [num_q_heads, lse_row], natural logarithm, the first batch * seqlen_q of each row
   const int* seqlens_k;   // [batch]
   const int* page_table;  // [batch, pages_max]
   float* partial;         // [3 * blocks, rows, head_dim + 4]: o, maximum (scaled, base 2), sum, two unused; slots of a
@@ -35,6 +35,10 @@ struct DecodeParams {
   int pages_max;          // per sequence
   int piece_rows;         // rows that one copy brings: 64 when pages allow, else 16
   float scale_log2;
+  int causal;             // 1: a row sees the keys up to its own; 0: all
+  int wide;               // o is f32
+  int lse_row;
+  int shared;             // every sequence has the first one's length and pages
 };
 
 constexpr int D = HEAD_DIM;
@@ -48,6 +52,8 @@ constexpr int kBars = kKv + kStages * 2 * kTile;
 constexpr int kWords = kBars + (3 * kStages + 2) * 8;
 constexpr int kBytes = kWords + 96 + 1024;
 static_assert(kBytes <= 232448, "more shared memory than a block can have");
+
+__device__ __forceinline__ int len_of(const DecodeParams& p, int b) { return p.seqlens_k[p.shared ? 0 : b]; }
 
 // A block's part of the line, sequence by sequence.
 struct Walk {
@@ -65,7 +71,7 @@ struct Walk {
     at = start + to;
     if (to < tiles || at >= end) return;
     start += tiles;
-    do { len = p.seqlens_k[++b]; } while (len <= 0);  // at < end: a sequence with tiles follows
+    do { len = len_of(p, ++b); } while (len <= 0);  // at < end: a sequence with tiles follows
     tiles = (len + BN - 1) / BN;
   }
 };
@@ -133,6 +139,12 @@ __device__ __forceinline__ float2 load_pair(const float* p) {
   return x;
 }
 __device__ __forceinline__ bool is_empty(float x) { return __float_as_uint(x) == kEmpty; }
+
+// Elements `at`, `at` + 1 of o.
+__device__ __forceinline__ void store_pair(const DecodeParams& p, long long at, float x, float y) {
+  if (p.wide) *(float2*)((float*)p.o + at) = float2{x, y};
+  else *(uint32_t*)((uint16_t*)p.o + at) = pack_bf16(x, y);
+}
 
 // Merges `count` <= 32 partial results of a unit, the i-th in slot `slot(i)`, with all eight warps, a row a warp. All the
 // loads of a row are in flight together: this is the tail of a short decode. Writes o and lse, or one more partial result.
@@ -208,11 +220,11 @@ __device__ void merge(const DecodeParams& p, int b, int h, int rows, int count, 
       const float inv = sum > 0.f ? 1.f / sum : 0.f;
       const int num_q_heads = p.num_kv_heads * p.group_size;
       const int token = b * p.seqlen_q + r / p.group_size, head = h * p.group_size + r % p.group_size;
-      uint32_t* out = (uint32_t*)p.o + ((long long)token * num_q_heads + head) * (D / 2) + lane * (V / 2);
+      const long long out = ((long long)token * num_q_heads + head) * D + lane * V;
 #pragma unroll
-      for (int k = 0; k < V; k += 2) out[k / 2] = pack_bf16(acc[k] * inv, acc[k + 1] * inv);
+      for (int k = 0; k < V; k += 2) store_pair(p, out + k, acc[k] * inv, acc[k + 1] * inv);
       if (lane == 0)
-        p.lse[(long long)head * p.batch * p.seqlen_q + token] = sum > 0.f ? (top + log2f(sum)) * 0.6931471805599453f : -INFINITY;
+        p.lse[(long long)head * p.lse_row + token] = sum > 0.f ? (top + log2f(sum)) * 0.6931471805599453f : -INFINITY;
     } else {
       float* out = p.partial + ((long long)out_slot * rows + r) * kRecord;
 #pragma unroll
@@ -249,8 +261,8 @@ decode(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtens
       tma_prefetch_map(&v_map);
     }
   } else if (warp == 0) {  // the length of the line, and where this block's part begins
-    const auto tiles_of = [&](int b) { return b < p.batch ? (max(0, p.seqlens_k[b]) + BN - 1) / BN : 0; };
-    const int len0 = lane < p.batch ? p.seqlens_k[lane] : 0;  // one load is all that a small batch needs
+    const auto tiles_of = [&](int b) { return b < p.batch ? (max(0, len_of(p, b)) + BN - 1) / BN : 0; };
+    const int len0 = lane < p.batch ? len_of(p, lane) : 0;  // one load is all that a small batch needs
     const int tiles0 = (max(0, len0) + BN - 1) / BN;
     uint32_t total = tiles0;
     for (int b = lane + 32; b < p.batch; b += 32) total += tiles_of(b);
@@ -273,7 +285,7 @@ decode(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtens
         found = b0 + __ffs(vote) - 1;
         if (mine) {
           words[0] = found;
-          words[10] = b0 == 0 ? len0 : p.seqlens_k[b0 + lane];
+          words[10] = b0 == 0 ? len0 : len_of(p, b0 + lane);
           words[2] = my_start;
         }
       }
@@ -317,7 +329,7 @@ decode(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtens
     const bool works = piece < BN / p.piece_rows;
     const int copy_bytes = p.piece_rows * 128;
     for (; walk.unit(); walk.next(p)) {
-      const int* pages = p.page_table + (long long)walk.b * p.pages_max;
+      const int* pages = p.page_table + (p.shared ? 0 : (long long)walk.b * p.pages_max);
       if (threadIdx.x == 0) {
         mbar_wait(q_empty, q_phase ^ 1);
         mbar_expect(q_full, kChunks * rows * 128);
@@ -355,13 +367,13 @@ decode(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtens
       }
     }
     if (warp == 3) {  // sequences without keys belong to no block's part
-      const int num_q_heads = p.num_kv_heads * p.group_size, total_q = p.batch * p.seqlen_q;
+      const int num_q_heads = p.num_kv_heads * p.group_size;
       for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
-        if (p.seqlens_k[b] > 0) continue;
-        uint32_t* o = (uint32_t*)p.o + (long long)b * p.seqlen_q * num_q_heads * (D / 2);
-        for (int i = lane; i < p.seqlen_q * num_q_heads * (D / 2); i += 32) o[i] = 0;
+        if (len_of(p, b) > 0) continue;
+        const long long o = (long long)b * p.seqlen_q * num_q_heads * D;
+        for (int i = lane; i < p.seqlen_q * num_q_heads * (D / 2); i += 32) store_pair(p, o + 2 * i, 0.f, 0.f);
         for (int i = lane; i < p.seqlen_q * num_q_heads; i += 32)
-          p.lse[(long long)(i % num_q_heads) * total_q + b * p.seqlen_q + i / num_q_heads] = -INFINITY;
+          p.lse[(long long)(i % num_q_heads) * p.lse_row + b * p.seqlen_q + i / num_q_heads] = -INFINITY;
       }
     }
   } else {
@@ -380,9 +392,9 @@ decode(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtens
       int seen[2];  // keys that this thread's rows see
       for (int half = 0; half < 2; ++half) {
         const int row = row0 + 8 * half;
-        seen[half] = row < rows ? max(0, walk.len - p.seqlen_q + row / p.group_size + 1) : 0;
+        seen[half] = row >= rows ? 0 : p.causal ? max(0, walk.len - p.seqlen_q + row / p.group_size + 1) : walk.len;
       }
-      const int unmasked = max(0, walk.len - p.seqlen_q + 1) / BN;
+      const int unmasked = (p.causal ? max(0, walk.len - p.seqlen_q + 1) : walk.len) / BN;
       for (int j = walk.from; j < walk.to; ++j) {
         const uint32_t k = base + kKv + stage * 2 * kTile, v = k + kTile;
         const uint32_t qd = desc_low(base + kQ, 0), kd = desc_low(k, 0), vd = desc_low(v, kChunk);
@@ -430,7 +442,7 @@ decode(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtens
 
       const bool whole = walk.from == 0 && walk.to == walk.tiles;
       const bool first_of_part = walk.at == part_begin(total, part, parts);
-      const int num_q_heads = p.num_kv_heads * p.group_size, total_q = p.batch * p.seqlen_q;
+      const int num_q_heads = p.num_kv_heads * p.group_size;
       const int mine = 2 * blockIdx.x + (first_of_part ? 0 : 1);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -443,11 +455,11 @@ decode(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtens
         if (whole) {
           const float inv = sum > 0.f ? 1.f / sum : 0.f;
           const int token = walk.b * p.seqlen_q + row / p.group_size, head = h * p.group_size + row % p.group_size;
-          uint32_t* out = (uint32_t*)((uint16_t*)p.o + ((long long)token * num_q_heads + head) * D) + (lane & 3);
+          const long long out = ((long long)token * num_q_heads + head) * D + 2 * (lane & 3);
 #pragma unroll
-          for (int i = 0; i < D / 8; ++i) out[i * 4] = pack_bf16(o[4 * i + 2 * half] * inv, o[4 * i + 2 * half + 1] * inv);
+          for (int i = 0; i < D / 8; ++i) store_pair(p, out + 8 * i, o[4 * i + 2 * half] * inv, o[4 * i + 2 * half + 1] * inv);
           if ((lane & 3) == 0)
-            p.lse[(long long)head * total_q + token] = sum > 0.f ? (m + log2f(sum)) * 0.6931471805599453f : -INFINITY;
+            p.lse[(long long)head * p.lse_row + token] = sum > 0.f ? (m + log2f(sum)) * 0.6931471805599453f : -INFINITY;
         } else {
           float* out = p.partial + ((long long)mine * rows + row) * kRecord;
           if ((lane & 3) == 0) __stcg((float2*)(out + D), float2{m, sum});

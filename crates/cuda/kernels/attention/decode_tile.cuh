@@ -15,6 +15,7 @@ constexpr int kv_bits(int kv) { return kv == kBf16 ? 16 : kv == kInt4 ? 4 : 8; }
 template <int D, int KV> struct KvTile {
   static constexpr int kRow = D * kv_bits(KV) / 8;  // bytes of one key
   static constexpr int kPieces = kRow / 16;         // 16-byte pieces of one key
+  static constexpr uint32_t kTurn = KV == kInt8 ? 0x80808080u : 0u;  // turns the signs of two's complement
   // Where piece `piece` of key `row` lies among its row's pieces: spreads a column of pieces over the banks.
   static __device__ __forceinline__ int place(int row) {
     if constexpr (KV == kBf16) return row & 7;
@@ -29,47 +30,74 @@ template <int D, int KV> struct KvTile {
   }
 };
 
-// ---- numbers of fewer bits to pairs of bf16 --------------------------------------------------------------------------------
-__device__ __forceinline__ uint32_t sub_bf16(uint32_t a, uint32_t b) {
+// ---- numbers of fewer bits to pairs of fp16, which holds each exactly ------------------------------------------------------
+// (x & mask) ^ bits in one instruction; left to itself the compiler takes two.
+__device__ __forceinline__ uint32_t and_xor(uint32_t x, uint32_t mask, uint32_t bits) {
   uint32_t r;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
   return r;
 }
-// (x & mask) | bits in one instruction; left to itself the compiler takes two.
-__device__ __forceinline__ uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+__device__ __forceinline__ uint32_t sub_fp16(uint32_t a, uint32_t b) {
   uint32_t r;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-// Bytes 0 and 1 (or 2 and 3) of x as bf16.
+// Bytes 0 and 1 (or 2 and 3) of x.
 template <int HALF> __device__ __forceinline__ uint32_t e4m3_pair(uint32_t x) {
   uint32_t h;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"((uint16_t)(HALF ? x >> 16 : x)));
-  const float2 f = __half22float2(*(__half2*)&h);
-  return pack_bf16(f.x, f.y);
+  return h;
 }
-// Bytes 0 and 2 of x: 128 plus the low seven bits, less 128 or 256, all exact.
-__device__ __forceinline__ uint32_t int8_pair(uint32_t x) {
-  return sub_bf16(and_or(x, 0x007f007fu, 0x43004300u), and_or(x, 0x00800080u, 0x43004300u));
-}
-// Nibbles N and N + 4 of x, less 8.
+// Bytes 0 and 1 (or 2 and 3) of x, in two's complement with the sign turned (0 to 255), plus 1,024: kByte above the number.
+constexpr uint32_t kByte = 0x64806480u;
+template <int HALF> __device__ __forceinline__ uint32_t int8_pair(uint32_t x) { return __byte_perm(x, 0x64646464u, HALF ? 0x4342 : 0x4140); }
+// Nibbles N and N + 4 of x, in two's complement: their signs turned (0 to 15) and 1,024 added, kNibble above the number; for odd N
+// 16 times the turned nibble, so kByte above 16 times the number.
+constexpr uint32_t kNibble = 0x64086408u;
 template <int N> __device__ __forceinline__ uint32_t int4_pair(uint32_t x) {
-  return sub_bf16(and_or(x >> 4 * N, 0x000f000fu, 0x43004300u), 0x43084308u);
+  return and_xor(N < 2 ? x : x >> 8, N % 2 ? 0x00f000f0u : 0x000f000fu, N % 2 ? 0x64806480u : 0x64086408u);
+}
+// The numbers themselves.
+template <int N> __device__ __forceinline__ uint32_t int4_exact(uint32_t x) {
+  if (N % 2 == 0) return sub_fp16(int4_pair<N>(x), kNibble);
+  uint32_t r;  // a sixteenth, less 72
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(int4_pair<N>(x)), "r"(0x2c002c00u), "r"(0xd480d480u));
+  return r;
 }
 
-// Eight elements of q in the order in which a lane's K numbers become pairs: 0 2 1 3 of each four for 8-bit integers,
-// 0 4 1 5 2 6 3 7 for 4-bit ones.
-template <int KV> __device__ __forceinline__ uint4 q_order(uint4 x) {
+// ---- q ---------------------------------------------------------------------------------------------------------------------
+// Eight elements of a q row of bf16 (D / 8 lanes side by side hold the row) as the products with quantised K take them: fp16 times
+// a power of two that brings the row's largest to 256 .. 1,024; 4-bit numbers in the order 0 4 1 5 2 6 3 7, a sixteenth where K comes
+// 16 times. `row`: what undoes the power of two; what the products are too large by, since every other 4-bit number of K keeps its offset (72: an offset of
+// 1,032 would cost the scores four of their bits).
+template <int D, int KV> __device__ __forceinline__ uint4 q_of_quantised(uint4 x, float2& row) {
+  uint32_t w[4] = {x.x, x.y, x.z, x.w}, top = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) top = max(top, max(w[i] & 0x7fffu, w[i] >> 16 & 0x7fffu));
+#pragma unroll
+  for (int n = D / 16; n > 0; n /= 2) top = max(top, __shfl_xor_sync(~0u, top, n));
+  const uint32_t exponent = min(max(top >> 7, 9u), 253u);
+  const float up = __uint_as_float((262 - exponent) << 23);
+  float above = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float a = __uint_as_float(w[i] << 16) * up, b = __uint_as_float(w[i] & 0xffff0000u) * up * (KV == kInt4 ? 0.0625f : 1.f);
+    w[i] = pack_fp16(a, b);
+    const float2 rounded = __half22float2(*(__half2*)&w[i]);
+    if (KV == kInt4) above += 1152.f * rounded.y;
+  }
+#pragma unroll
+  for (int n = D / 16; KV == kInt4 && n > 0; n /= 2) above += __shfl_xor_sync(~0u, above, n);
+  row = float2{__uint_as_float((exponent - 8) << 23), above};
+  if (KV != kInt4) return uint4{w[0], w[1], w[2], w[3]};
   const auto low = [](uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); };
   const auto high = [](uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); };
-  if constexpr (KV == kInt8) return uint4{low(x.x, x.y), high(x.x, x.y), low(x.z, x.w), high(x.z, x.w)};
-  else if constexpr (KV == kInt4) return uint4{low(x.x, x.z), high(x.x, x.z), low(x.y, x.w), high(x.y, x.w)};
-  else return x;
+  return uint4{low(w[0], w[2]), high(w[0], w[2]), low(w[1], w[3]), high(w[1], w[3])};
 }
 
 // ---- products --------------------------------------------------------------------------------------------------------------
 // s[m][n] += keys 16 m .. 16 m + 15 of the tile at `k` times query rows 8 n .. 8 n + 7 of `q`, [8 NT][q_pitch bytes] bf16;
-// the elements of each eight of q lie in the order that q_order gives.
+// q as bf16, or as q_of_quantised gives it.
 template <int D, int KV, int MT, int NT>
 __device__ __forceinline__ void scores(float (&s)[MT][NT][4], uint32_t k, uint32_t q, int q_pitch, int lane) {
   using T = KvTile<D, KV>;
@@ -132,35 +160,35 @@ __device__ __forceinline__ void scores(float (&s)[MT][NT][4], uint32_t k, uint32
           const int row = 16 * m + g + 8 * e;
           if constexpr (kVec == 4) {
             const uint4 x = load_shared_16(k + T::at(row, 4 * j + c));
-            w[e][0] = x.x;
-            w[e][1] = x.y;
-            w[e][2] = x.z;
-            w[e][3] = x.w;
+            w[e][0] = x.x ^ T::kTurn;
+            w[e][1] = x.y ^ T::kTurn;
+            w[e][2] = x.z ^ T::kTurn;
+            w[e][3] = x.w ^ T::kTurn;
           } else {
             const uint2 x = load_shared_8(k + T::at(row, c / 2) + c % 2 * 8);
-            w[e][0] = x.x;
-            w[e][1] = x.y;
+            w[e][0] = x.x ^ T::kTurn;
+            w[e][1] = x.y ^ T::kTurn;
           }
         }
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           if constexpr (KV == kInt4) {
-            const uint32_t a0[4] = {int4_pair<0>(w[0][i]), int4_pair<0>(w[1][i]), int4_pair<1>(w[0][i]), int4_pair<1>(w[1][i])};
-            const uint32_t a1[4] = {int4_pair<2>(w[0][i]), int4_pair<2>(w[1][i]), int4_pair<3>(w[0][i]), int4_pair<3>(w[1][i])};
+            const uint32_t a0[4] = {int4_exact<0>(w[0][i]), int4_exact<0>(w[1][i]), int4_pair<1>(w[0][i]), int4_pair<1>(w[1][i])};
+            const uint32_t a1[4] = {int4_exact<2>(w[0][i]), int4_exact<2>(w[1][i]), int4_pair<3>(w[0][i]), int4_pair<3>(w[1][i])};
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
-              mma_bf16(s[m][n], a0, b[n][4 * i], b[n][4 * i + 1]);
-              mma_bf16(s[m][n], a1, b[n][4 * i + 2], b[n][4 * i + 3]);
+              mma_fp16(s[m][n], a0, b[n][4 * i], b[n][4 * i + 1]);
+              mma_fp16(s[m][n], a1, b[n][4 * i + 2], b[n][4 * i + 3]);
             }
           } else {
             uint32_t a[4];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              a[e] = KV == kE4m3 ? e4m3_pair<0>(w[e][i]) : int8_pair(w[e][i]);
-              a[2 + e] = KV == kE4m3 ? e4m3_pair<1>(w[e][i]) : int8_pair(w[e][i] >> 8);
+              a[e] = KV == kE4m3 ? e4m3_pair<0>(w[e][i]) : sub_fp16(int8_pair<0>(w[e][i]), kByte);
+              a[2 + e] = KV == kE4m3 ? e4m3_pair<1>(w[e][i]) : sub_fp16(int8_pair<1>(w[e][i]), kByte);
             }
 #pragma unroll
-            for (int n = 0; n < NT; ++n) mma_bf16(s[m][n], a, b[n][2 * i], b[n][2 * i + 1]);
+            for (int n = 0; n < NT; ++n) mma_fp16(s[m][n], a, b[n][2 * i], b[n][2 * i + 1]);
           }
         }
       }
@@ -168,7 +196,7 @@ __device__ __forceinline__ void scores(float (&s)[MT][NT][4], uint32_t k, uint32
   }
 }
 
-// o[t][n] += V^T of the tile at `v` times the probabilities `p`: p[m][n][e] holds keys 16 m + 8 e + 2 c, + 1 of query row 8 n + g.
+// o[t][n] += V^T of the tile at `v` times the weights `p`, bf16, or fp16 of quantised numbers: p[m][n][e] holds keys 16 m + 8 e + 2 c, + 1 of query row 8 n + g.
 template <int D, int KV, int MT, int NT>
 __device__ __forceinline__ void mix(float (&o)[D / 16][NT][4], uint32_t v, const uint32_t (&p)[MT][NT][2], int lane) {
   using T = KvTile<D, KV>;
@@ -219,40 +247,39 @@ __device__ __forceinline__ void mix(float (&o)[D / 16][NT][4], uint32_t v, const
             // The low halves of two keys' words: nibble N beside nibble N.
             const uint32_t x[2] = {__byte_perm(w[0][i], w[1][i], 0x5410), __byte_perm(w[2][i], w[3][i], 0x5410)};
             const uint32_t y[2] = {__byte_perm(w[0][i], w[1][i], 0x7632), __byte_perm(w[2][i], w[3][i], 0x7632)};
-            const uint32_t a0[4] = {int4_pair<0>(x[0]), int4_pair<1>(x[0]), int4_pair<0>(x[1]), int4_pair<1>(x[1])};
-            const uint32_t a1[4] = {int4_pair<2>(x[0]), int4_pair<3>(x[0]), int4_pair<2>(x[1]), int4_pair<3>(x[1])};
-            const uint32_t a2[4] = {int4_pair<0>(y[0]), int4_pair<1>(y[0]), int4_pair<0>(y[1]), int4_pair<1>(y[1])};
-            const uint32_t a3[4] = {int4_pair<2>(y[0]), int4_pair<3>(y[0]), int4_pair<2>(y[1]), int4_pair<3>(y[1])};
+            const uint32_t a0[4] = {int4_exact<0>(x[0]), int4_exact<1>(x[0]), int4_exact<0>(x[1]), int4_exact<1>(x[1])};
+            const uint32_t a1[4] = {int4_exact<2>(x[0]), int4_exact<3>(x[0]), int4_exact<2>(x[1]), int4_exact<3>(x[1])};
+            const uint32_t a2[4] = {int4_exact<0>(y[0]), int4_exact<1>(y[0]), int4_exact<0>(y[1]), int4_exact<1>(y[1])};
+            const uint32_t a3[4] = {int4_exact<2>(y[0]), int4_exact<3>(y[0]), int4_exact<2>(y[1]), int4_exact<3>(y[1])};
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
-              mma_bf16(o[4 * word][n], a0, p[m][n][0], p[m][n][1]);
-              mma_bf16(o[4 * word + 1][n], a1, p[m][n][0], p[m][n][1]);
-              mma_bf16(o[4 * word + 2][n], a2, p[m][n][0], p[m][n][1]);
-              mma_bf16(o[4 * word + 3][n], a3, p[m][n][0], p[m][n][1]);
+              mma_fp16(o[4 * word][n], a0, p[m][n][0], p[m][n][1]);
+              mma_fp16(o[4 * word + 1][n], a1, p[m][n][0], p[m][n][1]);
+              mma_fp16(o[4 * word + 2][n], a2, p[m][n][0], p[m][n][1]);
+              mma_fp16(o[4 * word + 3][n], a3, p[m][n][0], p[m][n][1]);
             }
           } else {
             uint32_t a0[4], a1[4];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              const uint32_t lo = w[2 * e][i], hi = w[2 * e + 1][i];  // two keys
+              const uint32_t lo = w[2 * e][i] ^ T::kTurn, hi = w[2 * e + 1][i] ^ T::kTurn;  // two keys
+              const uint32_t x = __byte_perm(lo, hi, 0x5140), y = __byte_perm(lo, hi, 0x7362);
               if constexpr (KV == kE4m3) {
-                const uint32_t x = __byte_perm(lo, hi, 0x5140), y = __byte_perm(lo, hi, 0x7362);
                 a0[2 * e] = e4m3_pair<0>(x);
                 a0[2 * e + 1] = e4m3_pair<1>(x);
                 a1[2 * e] = e4m3_pair<0>(y);
                 a1[2 * e + 1] = e4m3_pair<1>(y);
               } else {
-                const uint32_t x = __byte_perm(lo, hi, 0x5410), y = __byte_perm(lo, hi, 0x7632);
-                a0[2 * e] = int8_pair(x);
-                a0[2 * e + 1] = int8_pair(x >> 8);
-                a1[2 * e] = int8_pair(y);
-                a1[2 * e + 1] = int8_pair(y >> 8);
+                a0[2 * e] = sub_fp16(int8_pair<0>(x), kByte);
+                a0[2 * e + 1] = sub_fp16(int8_pair<1>(x), kByte);
+                a1[2 * e] = sub_fp16(int8_pair<0>(y), kByte);
+                a1[2 * e + 1] = sub_fp16(int8_pair<1>(y), kByte);
               }
             }
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
-              mma_bf16(o[2 * word][n], a0, p[m][n][0], p[m][n][1]);
-              mma_bf16(o[2 * word + 1][n], a1, p[m][n][0], p[m][n][1]);
+              mma_fp16(o[2 * word][n], a0, p[m][n][0], p[m][n][1]);
+              mma_fp16(o[2 * word + 1][n], a1, p[m][n][0], p[m][n][1]);
             }
           }
         }

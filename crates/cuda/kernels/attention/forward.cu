@@ -1,6 +1,7 @@
 // Exact attention forward for Hopper (sm_90a): 16-bit q, k, v, f32 accumulation, o and natural-log lse out.
 // Not here: split KV, FP8, backward. Built once per (HEAD_DIM, HEAD_DIM_V, DTYPE); each cubin holds a full kernel, a causal one
-// and one with features (windows, chunks, tree masks, softcap, ALiBi, sinks, pages), which are switched at run time.
+// and one with features (windows, chunks, tree masks, softcap, ALiBi, sinks, pages), which are switched at run time. With MORE the cubin holds
+// one kernel that has bias and dropout besides, for which three warpgroups have too few registers.
 //
 // One persistent CUDA block per multiprocessor. The producer warpgroup has four working warps: K, V, one that loads q and
 // stores o, and one that draws tiles from a counter. Each math warpgroup owns 64 query rows and runs S = q k^T,
@@ -9,6 +10,9 @@
 // products of the others.
 #include <type_traits>
 
+#ifndef MORE
+#define MORE 0
+#endif
 #include "forward_math.cuh"
 
 namespace suanpan {
@@ -258,10 +262,21 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
         const auto whole = std::integral_constant<int, BN>{};
         const auto change_scores = [&] {
           if (p.softcap_log2 != 0.f) m.softcap(p.softcap_inner, p.softcap_log2); else m.times(p.dot_scale_log2);
+          if (MORE && p.bias) {
+            const float* at = p.bias + t.batch * p.bias_seq_stride + t.head * p.bias_head_stride;
+            const int first = j * BN + 2 * (lane & 3), row = row0 + row_in_wg;
+            const auto of_row = [&](int r) { return at + min(r, t.len_q - 1) * p.bias_row_stride + first * p.bias_key_stride; };
+            m.bias({of_row(row), of_row(row + 8)}, p.bias_key_stride, t.len_k - first);
+          }
           if (p.alibi_slopes) {
             const int own = row0 + row_in_wg + (p.top_left ? 0 : t.len_k - t.len_q) - j * BN - 2 * (lane & 3);
             m.alibi(p.alibi_slopes[t.head] * kLog2E, {own, own + 8});
           }
+        };
+        const auto drop = [&](int from, int to) {
+          const uint32_t row = p.first_row + row0 + row_in_wg;
+          m.drop(from, to, p.first_group + j * (BN / 4) + ((lane & 2) >> 1), {row, row + 8}, p.first_head + t.head, p.first_seq + t.batch,
+                 p.seed_low, p.seed_high, p.dropped_below, p.kept_factor, lane);
         };
         const auto mask_tree = [&] {
           for (int h = 0; h < 2; ++h) {
@@ -333,6 +348,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
           for (int g = 0; g < M::kGroups; ++g) {  // the products of one piece run while the next piece's exponentials are taken
             constexpr int per = W / 2 / M::kGroups, steps = W / 16 / M::kGroups;
             m.exponentials(g * per, (g + 1) * per, off, p.scale_log2);
+            if (MODE == kFeatures && MORE && p.kept_factor != 0.f) drop(g * per, (g + 1) * per);
             m.pack(g * per, (g + 1) * per);
             if (g == 0) mbar_wait(v_full(vr.stage), vr.phase);
             m.products(v_at(), g * steps, (g + 1) * steps);
@@ -349,6 +365,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
           pass_token(5);
           m.exponentials(BN / 4, BN / 2, off, p.scale_log2);
           m.close_sum();
+          if (MODE == kFeatures && MORE && p.kept_factor != 0.f) drop(0, BN / 2);
         };
         const auto step_first = [&](auto masked) {
           issue_scores(whole);
@@ -514,8 +531,12 @@ extern "C" __device__ const int forward_tiling[3] = {Layout<HEAD_DIM, HEAD_DIM_V
            const __grid_constant__ ForwardParams p) {                                                                         \
     forward_body<HEAD_DIM, HEAD_DIM_V, DTYPE, MODE>(&q_map, &k_map, &v_map, &o_map, p);                                       \
   }
+#if MORE
+FORWARD_KERNEL(forward_more, kFeatures)
+#else
 FORWARD_KERNEL(forward_full, kFull)
 FORWARD_KERNEL(forward_causal, kCausal)
 FORWARD_KERNEL(forward_features, kFeatures)
+#endif
 
 }  // namespace suanpan

@@ -6,26 +6,21 @@
 // a thread's scores already lie, so that P needs no shuffles; columns of v leave in an order that o undoes at the end.
 // The matrix unit sums 8-bit products with fewer bits than f32 has: each tile's P v starts from zero and is added to o in f32.
 // P is scaled by 2^8 against the exact running maximum and rounded on a grid of tiles at absolute key positions.
-#include "../common/wgmma_fp8.cuh"
 #include "forward_tile.cuh"
 
 namespace suanpan {
 
-// Found by search on one H200. kToken as in forward_tile.cuh; from 6 on one warpgroup at a time takes exponentials, and passes after
-// all, 3/4 or half of them (6, 7, 8).
-template <int D> struct Fp8Shape;
-template <> struct Fp8Shape<128> { static constexpr int kNumWg = 3, kKStages = 4, kVStages = 2, kTStages = 4, kToken = 1; };
-template <> struct Fp8Shape<256> { static constexpr int kNumWg = 2, kKStages = 2, kVStages = 2, kTStages = 2, kToken = 7; };
-#ifdef FP8_VARIANT  // V_*: for the search only
-struct Fp8Chosen { static constexpr int kNumWg = V_WG, kKStages = V_K, kVStages = V_V, kTStages = V_T, kToken = V_TOKEN; };
-#else
-using Fp8Chosen = Fp8Shape<HEAD_DIM>;
-#endif
+// The numbers and their meanings are those of src/shapes.rs.
+struct Fp8Chosen {
+  static constexpr int kNumWg = WARPGROUPS, kKStages = K_STAGES, kVStages = V_STAGES, kTStages = TRANSPOSED_STAGES, kToken = TOKEN;
+};
 
-struct Fp8Scales {  // [batch, num_kv_heads] each, or null: 1
-  const float* q;
-  const float* k;
+struct Fp8Scales {  // of a (sequence, kv head), or null: 1
+  const float* q;       // [batch, num_kv_heads]
+  const float* k;       // strides below, in elements: 0 repeats a scale
   const float* v;
+  int batch_stride;
+  int head_stride;
 };
 
 template <int D> struct Fp8Layout {
@@ -209,7 +204,8 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
     registers_up<(S::kNumWg == 3) ? 160 : 232>();
     const int wg = warp / 4 - 1;
     const int row_in_wg = (warp & 3) * 16 + lane / 4;
-    float o[L::kChunks][64];
+    constexpr int kN = 64, kSums = D / kN;  // columns of one product of P v, and how many make the tile
+    float o[kSums][kN / 2];
     const auto release = [&](int b) { if (lane == 0) mbar_arrive(bar(b)); };
     const auto take_token = [&] { if (S::kToken) named_sync(8 + wg, 256); };
     const auto pass_token = [&](int place) { if (S::kToken && S::kToken == place) named_arrive(8 + (wg + 1) % S::kNumWg, 256); };
@@ -240,13 +236,14 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
       const int unit = t.batch * p.num_kv_heads + t.kv_head;
       float factor = 1.f;
       if (scales.q) factor = scales.q[unit];
-      if (scales.k) factor *= scales.k[unit];
+      const int kv_scale = t.batch * scales.batch_stride + t.kv_head * scales.head_stride;
+      if (scales.k) factor *= scales.k[kv_scale];
       const float scale_log2 = p.scale_log2 * factor;
       float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
 #pragma unroll
-      for (int c = 0; c < L::kChunks; ++c)
+      for (int c = 0; c < kSums; ++c)
 #pragma unroll
-        for (int i = 0; i < 64; ++i) o[c][i] = 0.f;
+        for (int i = 0; i < kN / 2; ++i) o[c][i] = 0.f;
 #pragma unroll 1
       for (; j >= mine.end; --j) skip();
       mbar_wait(bar(q_full + wg), n / kOneQ & 1);
@@ -260,10 +257,10 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         const uint32_t kd = desc_low(base + L::kK + stage_of<S::kKStages>(n) * L::kTile, 0);
         float s[64];
         wgmma_fence();
-        WgmmaFp8::ss_first(s, desc(qd), desc(kd));
+        Wgmma<128, E4m3>::ss_first(s, desc(qd), desc(kd));
 #pragma unroll
         for (int ks = 1; ks < D / 32; ++ks) {
-          WgmmaFp8::ss(s, desc(qd + ((ks / 4) * L::kQChunk + (ks % 4) * 32) / 16), desc(kd + ((ks / 4) * L::kChunk + (ks % 4) * 32) / 16), 1);
+          Wgmma<128, E4m3>::ss(s, desc(qd + ((ks / 4) * L::kQChunk + (ks % 4) * 32) / 16), desc(kd + ((ks / 4) * L::kChunk + (ks % 4) * 32) / 16), 1);
           if (S::kToken == 2 && ks == D / 64 - 1) wgmma_commit();
         }
         wgmma_commit();
@@ -324,23 +321,28 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
           }
         mbar_wait(bar(t_full + stage_of<S::kTStages>(n)), parity_of<S::kTStages>(n));
         const uint32_t td = desc_low(base + L::kT + stage_of<S::kTStages>(n) * L::kTile, 0);
-#pragma unroll
-        for (int c = 0; c < L::kChunks; ++c) {
-          float sum[64];
+        float sum[2][kN / 2];
+        const auto products = [&](int c) {  // columns c * kN .., from zero
+          if (c >= 2) { pin(o[c - 2]); pin(sum[c & 1]); }  // or the assembler lets a third sum live
           wgmma_fence();
-          WgmmaFp8::rs_first(sum, pk, desc(td + c * L::kChunk / 16));
+          if (c < 2) Wgmma<kN, E4m3>::rs_first(sum[c], pk, desc(td + c * kN * 128 / 16));
+          else Wgmma<kN, E4m3>::rs(sum[c & 1], pk, desc(td + c * kN * 128 / 16), 0);
 #pragma unroll
-          for (int ks = 1; ks < 4; ++ks) WgmmaFp8::rs(sum, pk + 4 * ks, desc(td + (c * L::kChunk + ks * 32) / 16), 1);
+          for (int ks = 1; ks < 4; ++ks) Wgmma<kN, E4m3>::rs(sum[c & 1], pk + 4 * ks, desc(td + (c * kN * 128 + ks * 32) / 16), 1);
           wgmma_commit();
-          wgmma_wait<0>();
-          pin(sum);
-          if (c == L::kChunks - 1) release(t_empty + stage_of<S::kTStages>(n));
+        };
+        products(0);
 #pragma unroll
-          for (int i = 0; i < 64; ++i) o[c][i] = fmaf(o[c][i], corr[(i >> 1) & 1], sum[i]);
+        for (int c = 0; c < kSums; ++c) {  // the next columns are on their way while these are added to o
+          if (c + 1 < kSums) { products(c + 1); wgmma_wait<1>(); } else { wgmma_wait<0>(); }
+          pin(sum[c & 1]);
+          if (c == kSums - 1) release(t_empty + stage_of<S::kTStages>(n));
+#pragma unroll
+          for (int i = 0; i < kN / 2; ++i) o[c][i] = fmaf(o[c][i], corr[(i >> 1) & 1], sum[c & 1][i]);
         }
       }
 
-      const float v_scale = scales.v ? scales.v[unit] : 1.f;
+      const float v_scale = scales.v ? scales.v[t.batch * scales.batch_stride + t.kv_head * scales.head_stride] : 1.f;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float sum = row_sum[h];
@@ -354,11 +356,11 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
               sum > 0.f ? (row_max[h] * scale_log2 - kPLog2) * 0.69314718f + logf(sum) : -INFINITY;
         uint16_t* to = (uint16_t*)p.o + (long long)(t.q0 + row) * p.o_token_stride + t.head * p.o_head_stride + 4 * (lane & 3);
 #pragma unroll
-        for (int c = 0; c < L::kChunks; ++c)
+        for (int c = 0; c < kSums; ++c)
 #pragma unroll
-          for (int u = 0; u < 8; ++u) {  // 16 columns: this thread's accumulators are four neighbours
+          for (int u = 0; u < kN / 16; ++u) {  // 16 columns: this thread's accumulators are four neighbours
             const int i = 8 * u + 2 * h;
-            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to + c * 128 + u * 16),
+            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to + c * kN + u * 16),
                          "r"(pack_bf16(o[c][i] * inv, o[c][i + 4] * inv)), "r"(pack_bf16(o[c][i + 1] * inv, o[c][i + 5] * inv)) : "memory");
           }
       }

@@ -19,6 +19,20 @@ constexpr float kRescaleLog2 = 8.0f;
 
 constexpr float kLog2E = 1.44269504f;
 
+// Philox 4x32-10 (Salmon et al., SC 2011): suanpan_attn::dropout draws the same numbers.
+__device__ __forceinline__ void philox(uint32_t (&n)[4], uint32_t low, uint32_t high) {
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const uint32_t a = __umulhi(0xD2511F53u, n[0]), b = 0xD2511F53u * n[0], c = __umulhi(0xCD9E8D57u, n[2]), d = 0xCD9E8D57u * n[2];
+    n[0] = c ^ n[1] ^ low;
+    n[1] = d;
+    n[2] = a ^ n[3] ^ high;
+    n[3] = b;
+    low += 0x9E3779B9u;
+    high += 0xBB67AE85u;
+  }
+}
+
 // Word b of thread c of four neighbours goes to word c of thread b.
 __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
 #pragma unroll
@@ -104,6 +118,29 @@ template <int D, int DV, class T> struct Math {
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i)
       s[i] = fmaf(-slope_log2, fabsf(at[(i >> 1) & 1] - (float)((i / 4) * 8 + (i & 1))), s[i]);
+  }
+  // rows: of this thread's two rows, at its first column of the tile; keys: of the sequence from there on. What lies past them is masked.
+  __device__ __forceinline__ void bias(const float* const (&rows)[2], int key_stride, int keys) {
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) {
+      const int column = (i / 4) * 8 + (i & 1);
+      if (column < keys) s[i] = fmaf(rows[(i >> 1) & 1][column * key_stride], kLog2E, s[i]);
+    }
+  }
+  // Drops weights [from, to) of this thread, or multiplies them by `kept`. `group`: of this thread's first column. Neighbouring lanes share
+  // a group: the even one makes the numbers of the first row, the odd one those of the second, and they swap halves.
+  __device__ __forceinline__ void drop(int from, int to, uint32_t group, const uint32_t (&row)[2], uint32_t head, uint32_t seq,
+                                       uint32_t seed_low, uint32_t seed_high, uint32_t below, float kept, int lane) {
+    const bool odd = lane & 1;
+#pragma unroll
+    for (int i = from; i < to; i += 4) {
+      uint32_t n[4] = {group + (i / 4) * 2, odd ? row[1] : row[0], head, seq};
+      philox(n, seed_low, seed_high);
+      const uint32_t first = __shfl_xor_sync(~0u, odd ? n[0] : n[2], 1), second = __shfl_xor_sync(~0u, odd ? n[1] : n[3], 1);
+      const uint32_t number[4] = {odd ? first : n[0], odd ? second : n[1], odd ? n[2] : first, odd ? n[3] : second};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[i + e] = number[e] < below ? 0.f : s[i + e] * kept;
+    }
   }
   // New reference maxima. True when some row of the warp moved: o must then be multiplied by `corr`.
   template <int W = BN> __device__ __forceinline__ bool new_max(float scale_log2) {

@@ -4,16 +4,6 @@
 #include "../common/ptx.cuh"
 #include "../common/wgmma.cuh"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 128
-#endif
-#ifndef HEAD_DIM_V
-#define HEAD_DIM_V HEAD_DIM
-#endif
-#ifndef DTYPE
-#define DTYPE Bf16
-#endif
-
 namespace suanpan {
 
 enum Mode { kFull, kCausal, kFeatures };
@@ -35,7 +25,7 @@ struct ForwardParams {
   int units_per_section; // (sequence, kv head) pairs whose K and V stay in L2 together
   float scale;           // of scores as they stand before the softmax; ln(2) where they come changed, in powers of two
   float scale_log2;      // scale * log2(e)
-  // From here on: read by kFeatures alone.
+  // From here on: read by forward_features and forward_more.
   const int* page_table;       // [batch, pages_max], or null: K and V are contiguous
   const float* alibi_slopes;   // [num_q_heads], or null
   const float* sinks;          // [num_q_heads], or null
@@ -52,25 +42,24 @@ struct ForwardParams {
   float softcap_log2;          // cap * log2(e); 0 is no cap
   float softcap_inner;         // 2 * softmax_scale * log2(e) / cap
   float dot_scale_log2;        // softmax_scale * log2(e)
-  int change_scores;           // there is a cap or a slope: dot products become scores in powers of two before the softmax
+  int change_scores;           // there is a cap, a slope or a bias: dot products become scores in powers of two before the softmax
+  // From here on: read by forward_more alone.
+  const float* bias;           // natural; [sequence, query head, query token, key] under the strides, which may be 0; or null
+  long long bias_seq_stride;
+  long long bias_head_stride;
+  long long bias_row_stride;
+  uint32_t seed_low, seed_high;
+  uint32_t first_seq, first_head, first_row, first_group;  // numbers of the call's first; a group is four keys
+  uint32_t dropped_below;      // weights whose number is below it are dropped
+  float kept_factor;           // of those that stay; 0 is no dropout
+  int bias_key_stride;         // 0 or 1
 };
 
-// Found by search on one H200 (docs/cuda-attn-notes.md). Three math warpgroups leave 160 registers a thread, two leave 232. With
-// overlap a warpgroup computes the next tile's scores beside this tile's P v, at the price of S and P living at once.
-// kToken: where in its step a warpgroup passes the token: 1 when q k^T is issued, 2 at its half, 3 when it is done, 4 after
-// the maxima, 5 amid the exponentials; 0 is no token.
-template <int D, int DV> struct Shape;
-template <> struct Shape<64, 64>   { static constexpr int kNumWg = 3, kBn = 128, kStages = 4, kQBufs = 2, kToken = 0; static constexpr bool kOverlap = true; };
-template <> struct Shape<96, 96>   { static constexpr int kNumWg = 3, kBn = 128, kStages = 2, kQBufs = 2, kToken = 2; static constexpr bool kOverlap = false; };
-template <> struct Shape<128, 128> { static constexpr int kNumWg = 3, kBn = 128, kStages = 2, kQBufs = 2, kToken = 2; static constexpr bool kOverlap = false; };
-template <> struct Shape<192, 128> { static constexpr int kNumWg = 2, kBn = 128, kStages = 2, kQBufs = 1, kToken = 1; static constexpr bool kOverlap = true; };
-template <> struct Shape<192, 192> { static constexpr int kNumWg = 2, kBn = 96, kStages = 2, kQBufs = 1, kToken = 1; static constexpr bool kOverlap = true; };
-template <> struct Shape<256, 256> { static constexpr int kNumWg = 2, kBn = 64, kStages = 2, kQBufs = 1, kToken = 1; static constexpr bool kOverlap = true; };
-#ifdef VARIANT  // V_*: for the search only
-struct Chosen { static constexpr int kNumWg = V_WG, kBn = V_BN, kStages = V_STAGES, kQBufs = V_QBUFS, kToken = V_TOKEN; static constexpr bool kOverlap = V_OVERLAP; };
-#else
-using Chosen = Shape<HEAD_DIM, HEAD_DIM_V>;
-#endif
+#ifdef Q_BUFFERS  // forward.cu; the numbers and their meanings are those of src/shapes.rs
+struct Chosen {
+  static constexpr int kNumWg = WARPGROUPS, kBn = KEYS, kStages = KV_STAGES, kQBufs = Q_BUFFERS, kToken = TOKEN;
+  static constexpr bool kOverlap = OVERLAP;
+};
 
 template <int D, int DV> struct Layout {
   static constexpr int kNumWg = Chosen::kNumWg, kBn = Chosen::kBn, kStages = Chosen::kStages, kQBufs = Chosen::kQBufs;
@@ -91,6 +80,7 @@ template <int D, int DV> struct Layout {
   static constexpr int kBytes = kZero + 16 + 1024;             // 1,024: the base is aligned by hand
   static_assert(kBytes <= 232448, "more shared memory than a block can have");
 };
+#endif
 
 // Key tiles of one warpgroup's rows: those that some row sees, and among them those that every row sees whole.
 struct Part { int start, end, whole_start, whole_end; };

@@ -15,7 +15,7 @@ pub enum KvType {
     E4m3,
     /// Two's complement.
     Int8,
-    /// Two numbers a byte, each stored plus 8; element 2 i in the low half of byte i.
+    /// Two numbers a byte in two's complement; element 2 i in the low half of byte i.
     Int4,
 }
 
@@ -54,6 +54,13 @@ pub struct Scales {
     pub head_stride: u64,
 }
 
+impl Scales {
+    /// True where no factors are given.
+    pub fn is_none(&self) -> bool {
+        self.address == 0
+    }
+}
+
 /// A paged K or V cache: [pages, page_size, num_kv_heads, head_dim], strides in elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Pages {
@@ -65,8 +72,19 @@ pub struct Pages {
     pub token_stride: u64,
     /// Between heads, in elements.
     pub head_stride: u64,
-    /// Ignored for bf16.
+    /// Of quantised numbers; refused beside 16-bit ones.
     pub scales: Scales,
+}
+
+impl Pages {
+    /// Refuses scales beside numbers that have none.
+    pub(super) fn without_scales(&self, field: &'static str) -> Result<(), Error> {
+        if self.scales.is_none() {
+            return Ok(());
+        }
+        let asked = format!("{:?}", self.scales);
+        Err(Error::Unsupported { field, asked, supported: "no scales beside 16-bit numbers" })
+    }
 }
 
 /// What happens to scores beyond the scale, in this order: softcap, ALiBi, window, sink.
@@ -82,6 +100,65 @@ pub struct Scores {
     pub sinks: Option<Address>,
 }
 
+/// The keys and values of the queries' own tokens, put into the pages by the launch that reads them.
+#[derive(Clone, Copy, Debug)]
+pub struct Append {
+    /// `[batch * seqlen_q, num_kv_heads, head_dim]` bf16, contiguous, a multiple of 16 bytes.
+    pub k: Address,
+    /// As k.
+    pub v: Address,
+}
+
+/// Rotary position embedding of the queries, and of the keys that come with them. Positions count from a sequence's first key.
+#[derive(Clone, Copy, Debug)]
+pub struct Rotary {
+    /// Elements of a head that turn, its first ones: 16, 32, .. head_dim.
+    pub dim: u32,
+    /// Pairs are neighbours; else half of `dim` apart.
+    pub interleaved: bool,
+    /// `[positions, dim / 2]` f32, as many positions as the longest sequence has keys.
+    pub cos: Address,
+    /// As cos.
+    pub sin: Address,
+}
+
+/// A result over other keys that joins this one, as if all had been read at once.
+#[derive(Clone, Copy, Debug)]
+pub struct Prior {
+    /// `[batch * seqlen_q, num_q_heads, head_dim]` f32.
+    pub o: Address,
+    /// `[num_q_heads, batch * seqlen_q]` f32, natural logarithm.
+    pub lse: Address,
+}
+
+/// What else one launch does; by default nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Fused {
+    /// bf16 caches only.
+    pub append: Option<Append>,
+    /// Turns q, and the keys of `append`.
+    pub rotary: Option<Rotary>,
+    /// Joined before sinks.
+    pub prior: Option<Prior>,
+    /// o is f32.
+    pub wide: bool,
+    /// Every row sees every key; else the keys up to its own.
+    pub all_keys: bool,
+    /// Every sequence has the first one's length and pages.
+    pub shared_pages: bool,
+    /// Elements of a row of lse (and of `prior`'s), of which the first batch * seqlen_q are this launch's; 0: no others.
+    pub lse_row: u32,
+    /// Entries of a row of the page table, of which the first `pages_max` are this launch's; 0: no others.
+    pub table_row: u32,
+}
+
+impl Fused {
+    /// Whether the kernels without extras do.
+    pub(super) fn is_plain(&self) -> bool {
+        self.append.is_none() && self.rotary.is_none() && self.prior.is_none() && !self.wide
+    }
+}
+
 /// Everything one launch needs. Lengths and page tables are read on the device: a captured launch follows their changes.
 #[derive(Clone, Copy, Debug)]
 pub struct Decode {
@@ -93,9 +170,9 @@ pub struct Decode {
     pub v: Pages,
     /// Of k and v.
     pub kv_type: KvType,
-    /// `[batch * seqlen_q, num_q_heads, head_dim]` bf16, contiguous.
+    /// `[batch * seqlen_q, num_q_heads, head_dim]` bf16 (f32 where `fused` says so), contiguous.
     pub o: Address,
-    /// `[num_q_heads, batch * seqlen_q]` f32, natural logarithm.
+    /// `[num_q_heads, batch * seqlen_q]` f32 (rows longer where `fused` says so), natural logarithm.
     pub lse: Address,
     /// `[batch]` i32, the queries' own tokens included.
     pub seqlens_k: Address,
@@ -123,6 +200,8 @@ pub struct Decode {
     pub softmax_scale: f32,
     /// Beyond the scale.
     pub scores: Scores,
+    /// Beyond attention over what lies in the pages.
+    pub fused: Fused,
     /// A sequence's result may depend on nothing but itself: no bit of it changes with the batch around it.
     pub batch_invariant: bool,
 }
@@ -159,16 +238,19 @@ impl std::fmt::Display for Plan {
 const ROWS_MAX: u32 = 64;
 
 impl Decode {
+    pub(super) fn lse_row(&self) -> u32 {
+        self.fused.lse_row.max(self.batch * self.seqlen_q)
+    }
+
     pub(super) fn rows(&self) -> u32 {
         self.seqlen_q * (self.num_q_heads / self.num_kv_heads.max(1))
     }
 
     /// The kernel for a device with `num_sms` multiprocessors, from shapes alone: a captured launch stays right when lengths change.
     pub fn plan(&self, num_sms: u32) -> Plan {
-        let line_can =
-            self.kv_type == KvType::Bf16 && self.scores == Scores::default() && !self.batch_invariant;
+        let line_can = decode_line::can(self);
         // The clusters' kernel would read K and V once for each 16 rows; and with one kv head and many sequences it merges too often.
-        if line_can && (self.rows() > 16 || (self.num_kv_heads == 1 && self.batch > 48)) {
+        if line_can && (self.rows() > 16 || (self.num_kv_heads == 1 && self.batch > 96)) {
             return Plan::Line;
         }
         decode_cluster::layout(self, num_sms)
@@ -197,6 +279,7 @@ impl Decode {
         if self.page_size == 0 || !self.page_size.is_multiple_of(16) {
             return bad("page_size", self.page_size.to_string(), "multiples of 16 tokens");
         }
+        self.check_fused()?;
         let positive = |x: f32| x > 0.0 && (x * std::f32::consts::LOG2_E).is_finite();
         if !positive(self.softmax_scale) {
             return bad("softmax_scale", self.softmax_scale.to_string(), "positive and finite");
@@ -209,11 +292,49 @@ impl Decode {
         Ok(())
     }
 
+    fn check_fused(&self) -> Result<(), Error> {
+        let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
+        let f = &self.fused;
+        if let Some(r) = f.rotary {
+            if r.dim < 16 || r.dim > self.head_dim || !r.dim.is_power_of_two() {
+                return bad("rotary.dim", r.dim.to_string(), "powers of two from 16 to head_dim");
+            }
+            if !r.cos.is_multiple_of(16) || !r.sin.is_multiple_of(16) || r.cos == 0 || r.sin == 0 {
+                return bad("rotary", format!("cos {:#x}, sin {:#x}", r.cos, r.sin), "multiples of 16 bytes");
+            }
+        }
+        if let Some(a) = f.append {
+            if self.kv_type != KvType::Bf16 {
+                return bad("append", format!("to {} pages", self.kv_type.name()), "bf16 pages");
+            }
+            if a.k == 0 || a.v == 0 || !a.k.is_multiple_of(16) || !a.v.is_multiple_of(16) {
+                return bad("append", format!("k {:#x}, v {:#x}", a.k, a.v), "multiples of 16 bytes");
+            }
+            if f.shared_pages || f.all_keys {
+                return bad(
+                    "append",
+                    "with shared pages or all keys".into(),
+                    "each sequence's own pages, causal",
+                );
+            }
+        }
+        // Distances and positions would be those of another place.
+        let places = self.scores.left.is_some() || self.scores.slopes.is_some() || f.rotary.is_some();
+        if f.all_keys && places {
+            return bad(
+                "all_keys",
+                "with a window, ALiBi or rotary".into(),
+                "neither beside rows that see every key",
+            );
+        }
+        Ok(())
+    }
+
     /// Puts the kernel of `plan` on the device's stream.
     ///
     /// # Safety
     /// Every address covers its shape until the stream has run the kernel; every page id that a sequence's length
-    /// reaches is below `num_pages`; lengths are at most `pages_max * page_size`; `partial` is as long as `partial_bytes(plan)`.
+    /// reaches is below `num_pages`; with `append` lengths are at least `seqlen_q` and no two sequences share the pages it writes; lengths are at most `pages_max * page_size`; `partial` is as long as `partial_bytes(plan)`.
     pub unsafe fn launch(&self, gpu: &Gpu, plan: Plan) -> Result<(), Error> {
         self.check()?;
         if self.batch == 0 {

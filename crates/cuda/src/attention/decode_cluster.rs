@@ -1,5 +1,5 @@
 //! Launch of `kernels/attention/decode_cluster.cu`: clusters of blocks a kv head, splits at absolute positions.
-use super::decode::{Decode, KvType, Pages, Plan};
+use super::decode::{Decode, Fused, KvType, Pages, Plan};
 use crate::Error;
 use crate::driver::{Address, Gpu};
 use std::ffi::c_void;
@@ -35,12 +35,24 @@ struct Params {
     group_inverse: i32,
     scale: f32,
     softcap: f32,
-    unused: i32,
+    causal: i32,
     o: Address,
     lse: Address,
     partial: Address,
     slopes: Address,
     sinks: Address,
+    prior_o: Address,
+    prior_lse: Address,
+    wide: i32,
+    rotary: i32,
+    interleaved: i32,
+    lse_row: i32,
+    table_row: i32,
+    shared: i32,
+    k_new: Address,
+    v_new: Address,
+    cos: Address,
+    sin: Address,
 }
 
 /// Up to as many keys a sequence one cluster a head is the fastest: beyond, merging costs less than idle processors (measured:
@@ -52,11 +64,13 @@ const RANKS_MAX: u32 = 16;
 
 /// Rows of one unit: the columns of one or two products.
 fn unit_rows(d: &Decode) -> u32 {
-    if d.rows() <= 8 { 8 } else { 16 }
+    // Always the same where no bit may depend on how many query tokens come together.
+    if d.rows() <= 8 && !d.batch_invariant { 8 } else { 16 }
 }
 
 fn units(d: &Decode) -> u32 {
-    d.num_kv_heads * d.rows().div_ceil(unit_rows(d))
+    // Further query tokens must not change where a sequence is cut if no bit may depend on them.
+    d.num_kv_heads * if d.batch_invariant { 1 } else { d.rows().div_ceil(unit_rows(d)) }
 }
 
 /// The layout for a device with `num_sms` multiprocessors, from measurements on an H200 (docs/cuda-attn-notes.md).
@@ -73,7 +87,7 @@ pub(super) fn layout(d: &Decode, num_sms: u32) -> Plan {
         // Many sequences: no processor may idle, and most sequences lie in one part.
         let ranks = match units {
             1 => 8,
-            _ if d.kv_type != KvType::Bf16 && d.batch <= 4 * parts(2) => 2,
+            _ if d.kv_type != KvType::Bf16 => 2,
             _ => 1,
         };
         return Plan::Clusters { ranks, parts: parts(ranks).max(1), line: true };
@@ -90,7 +104,7 @@ pub(super) fn layout(d: &Decode, num_sms: u32) -> Plan {
 pub(super) fn partial_bytes(d: &Decode, parts: u32, line: bool) -> u64 {
     let record = u64::from(unit_rows(d)) * u64::from(d.head_dim) * 8;
     let records = if line { 2 * parts } else { d.batch * parts.saturating_sub(1) };
-    u64::from(units(d)) * u64::from(records) * record
+    u64::from(d.num_kv_heads * d.rows().div_ceil(unit_rows(d))) * u64::from(records) * record
 }
 
 /// Strides of the data in bytes: pages, tokens, heads. K and V share them, and those of the scales.
@@ -109,6 +123,9 @@ fn strides(d: &Decode) -> Result<[i64; 3], Error> {
         if !aligned || bytes.iter().any(|s| *s >= 1 << 40) {
             let asked = format!("address {:#x}, strides {bytes:?} bytes", x.address);
             return bad(field, asked, "multiples of 16 bytes, strides under 2^40");
+        }
+        if !quantised {
+            x.without_scales(if field == "k" { "k.scales" } else { "v.scales" })?;
         }
         if quantised && (x.scales.address == 0 || !x.scales.address.is_multiple_of(4)) {
             return bad(
@@ -137,6 +154,7 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32, line:
     }
     let [page_stride, token_stride, head_stride] = strides(d)?;
     let group = d.num_q_heads / d.num_kv_heads;
+    let Fused { append, rotary, prior, wide, .. } = d.fused;
     let mut params = Params {
         seqlens_k: d.seqlens_k,
         page_table: d.page_table,
@@ -166,23 +184,33 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32, line:
         group_inverse: (65536 / group + 1) as i32,
         scale: d.softmax_scale,
         softcap: d.scores.softcap.unwrap_or(0.0),
-        unused: 0,
+        causal: i32::from(!d.fused.all_keys),
         o: d.o,
         lse: d.lse,
         partial: d.partial,
         slopes: d.scores.slopes.unwrap_or(0),
         sinks: d.scores.sinks.unwrap_or(0),
+        prior_o: prior.map_or(0, |x| x.o),
+        prior_lse: prior.map_or(0, |x| x.lse),
+        wide: i32::from(wide),
+        rotary: rotary.map_or(0, |x| x.dim as i32),
+        interleaved: i32::from(rotary.is_some_and(|x| x.interleaved)),
+        lse_row: d.lse_row() as i32,
+        table_row: d.fused.table_row.max(d.pages_max) as i32,
+        shared: i32::from(d.fused.shared_pages),
+        k_new: append.map_or(0, |x| x.k),
+        v_new: append.map_or(0, |x| x.v),
+        cos: rotary.map_or(0, |x| x.cos),
+        sin: rotary.map_or(0, |x| x.sin),
     };
     let cubin = format!("decode_cluster_{}_{}", d.head_dim, d.kv_type.name());
-    let [smem_8, smem_16, threads_8, threads_16] = gpu.constants(&cubin, "decode_cluster_tiling")?;
-    let scores = d.scores != Default::default();
-    let (function, smem, threads) = match (unit_rows(d), scores) {
-        (8, false) => ("decode_8", smem_8, threads_8),
-        (8, true) => ("decode_8_scores", smem_8, threads_8),
-        (_, false) => ("decode_16", smem_16, threads_16),
-        (_, true) => ("decode_16_scores", smem_16, threads_16),
-    };
-    let kernel = gpu.kernel(&cubin, function, smem)?;
+    let tiling: [u32; 8] = gpu.constants(&cubin, "decode_cluster_tiling")?;
+    let extra = d.scores != Default::default() || !d.fused.is_plain();
+    let (rows, line) = (unit_rows(d), if line && !extra { "_line" } else { "" });
+    let function = format!("decode_{rows}{line}{}", if extra { "_extra" } else { "" });
+    let at = 2 * usize::from(rows == 16) + 4 * usize::from(extra);
+    let (smem, threads) = (tiling[at], tiling[at + 1]);
+    let kernel = gpu.kernel(&cubin, &function, smem)?;
     let grid = (ranks * parts, d.num_kv_heads, d.rows().div_ceil(unit_rows(d)));
     let mut args: [*mut c_void; 1] = [(&raw mut params).cast()];
     // SAFETY: the value is the kernel's only parameter; the caller vouches for the addresses.
@@ -218,6 +246,7 @@ mod tests {
             head_dim,
             softmax_scale: 1.0,
             scores: Default::default(),
+            fused: Fused::default(),
             batch_invariant: false,
         }
     }

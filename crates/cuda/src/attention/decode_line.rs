@@ -21,6 +21,21 @@ struct Params {
     pages_max: i32,
     piece_rows: i32,
     scale_log2: f32,
+    causal: i32,
+    wide: i32,
+    lse_row: i32,
+    shared: i32,
+}
+
+/// Whether this kernel can run `d`.
+pub(super) fn can(d: &Decode) -> bool {
+    let f = &d.fused;
+    let plain = d.scores == Scores::default()
+        && f.append.is_none()
+        && f.rotary.is_none()
+        && f.prior.is_none()
+        && f.table_row == 0;
+    d.kv_type == KvType::Bf16 && plain && !d.batch_invariant
 }
 
 /// Parts of one unit are merged in groups of eight, at most 32 groups.
@@ -39,12 +54,20 @@ pub(super) fn partial_bytes(d: &Decode, num_sms: u32) -> u64 {
 /// # Safety
 /// As `Decode::launch`.
 pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu) -> Result<(), Error> {
-    if d.kv_type != KvType::Bf16 || d.scores != Scores::default() || d.batch_invariant {
-        let asked =
-            format!("{} K and V, {:?}, batch_invariant {}", d.kv_type.name(), d.scores, d.batch_invariant);
-        let supported = "bf16, plain scores, no invariance on this plan";
+    if !can(d) {
+        let asked = format!(
+            "{} K and V, {:?}, {:?}, batch_invariant {}",
+            d.kv_type.name(),
+            d.scores,
+            d.fused,
+            d.batch_invariant
+        );
+        let supported =
+            "bf16, plain scores, no append, rotary, prior or longer table rows, no invariance on this plan";
         return Err(Error::Unsupported { field: "plan", asked, supported });
     }
+    d.k.without_scales("k.scales")?;
+    d.v.without_scales("v.scales")?;
     let (dim, group) = (u64::from(d.head_dim), d.num_q_heads / d.num_kv_heads);
     let piece_rows = if d.page_size.is_multiple_of(64) { 64 } else { 16 };
     let tokens = u64::from(d.batch) * u64::from(d.seqlen_q);
@@ -71,6 +94,10 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu) -> Result<(), Error> {
         pages_max: d.pages_max as i32,
         piece_rows: piece_rows as i32,
         scale_log2: d.softmax_scale * std::f32::consts::LOG2_E,
+        causal: i32::from(!d.fused.all_keys),
+        wide: i32::from(d.fused.wide),
+        lse_row: d.lse_row() as i32,
+        shared: i32::from(d.fused.shared_pages),
     };
     let cubin = format!("decode_{}_bf16", d.head_dim);
     let [_, smem] = gpu.constants(&cubin, "decode_tiling")?;

@@ -2,9 +2,11 @@
 use super::Operand;
 use super::decode::Pages;
 use crate::driver::{Address, Gpu};
+use crate::shapes::FORWARD;
 use crate::tensor_map::{TensorMap, encode};
 use crate::{Dtype, Error};
 use std::ffi::c_void;
+use suanpan_attn::{BiasStrides, DropoutKey};
 use suanpan_base::{Mask, SeqLen};
 
 /// Where K and V lie.
@@ -62,11 +64,33 @@ impl Paged {
     }
 }
 
-/// What happens to scores beyond scale and mask, in this order: softcap, ALiBi, (mask), sink.
+/// Numbers added to scores, natural: f32 at `[sequence, query head, query token, key]`, both counted within the sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct Bias {
+    /// Of the first number, a multiple of 4 bytes.
+    pub address: Address,
+    /// In elements; 0 repeats the numbers, and the key's is 0 or 1.
+    pub strides: BiasStrides,
+}
+
+/// Which weights are dropped: those that `suanpan_attn::dropout` drops.
+#[derive(Clone, Copy, Debug)]
+pub struct Dropout {
+    /// The probability, below 1.
+    pub probability: f32,
+    /// Seed, and where the call stands in the numbering; `first_key` a multiple of 4.
+    pub key: DropoutKey,
+}
+
+/// What happens to scores beyond scale and mask, in this order: softcap, bias, ALiBi, (mask), sink, dropout of the weights.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Scores {
     /// `cap * tanh(score / cap)`; positive and finite.
     pub softcap: Option<f32>,
+    /// Added after it.
+    pub bias: Option<Bias>,
+    /// After the sums: lse does not see it.
+    pub dropout: Option<Dropout>,
     /// `[num_q_heads]` f32: a key at distance x from the row's own position loses `slope * x`.
     pub alibi_slopes: Option<Address>,
     /// `[num_q_heads]` f32: a logit that joins the denominator and has no value.
@@ -121,7 +145,7 @@ pub struct Forward {
     pub dtype: Dtype,
     /// Which keys a row sees.
     pub mask: Mask,
-    /// Softcap, slopes, sinks.
+    /// Beyond scale and mask.
     pub scores: Scores,
     /// A mask by bits over the last keys.
     pub tree: Option<Tree>,
@@ -151,7 +175,7 @@ pub(super) struct Params {
     features: Features,
 }
 
-/// The parameters that only `forward_features` reads.
+/// The parameters that only `forward_features` and `forward_more` read.
 #[repr(C)]
 struct Features {
     page_table: Address,
@@ -171,10 +195,47 @@ struct Features {
     softcap_inner: f32,
     dot_scale_log2: f32,
     change_scores: i32,
+    more: More,
+}
+
+/// The parameters that only `forward_more` reads.
+#[repr(C)]
+#[derive(Default)]
+struct More {
+    bias: Address,
+    bias_seq_stride: i64,
+    bias_head_stride: i64,
+    bias_row_stride: i64,
+    seed: [u32; 2],
+    first: [u32; 4],
+    dropped_below: u32,
+    kept_factor: f32,
+    bias_key_stride: i32,
+}
+
+impl More {
+    fn new(scores: &Scores) -> More {
+        let mut more = More::default();
+        if let Some(bias) = scores.bias {
+            more.bias = bias.address;
+            more.bias_key_stride = bias.strides.key as i32;
+            more.bias_seq_stride = bias.strides.seq as i64;
+            more.bias_head_stride = bias.strides.head as i64;
+            more.bias_row_stride = bias.strides.row as i64;
+        }
+        if let Some(d) = scores.dropout {
+            let (p, key) = (f64::from(d.probability), d.key);
+            more.seed = [key.seed as u32, (key.seed >> 32) as u32];
+            more.first = [key.first_seq, key.first_head, key.first_row, key.first_key / 4];
+            more.dropped_below = (p * 2f64.powi(32)).round() as u32;
+            more.kept_factor = (1.0 / (1.0 - p)) as f32;
+        }
+        more
+    }
 }
 
 /// K and V of the sequences in flight should fit well inside the 50 MB L2.
-const L2_SECTION_BYTES: u64 = 24 << 20;
+pub(crate) const L2_SECTION_BYTES: u64 = 24 << 20;
 
 /// Tokens a sequence may have; also what the kernel takes for "unbounded", and no sum of two such overflows.
 const TOKENS_MAX: u32 = 1 << 30;
@@ -221,12 +282,41 @@ impl Forward {
         {
             return bad("tree.words", tree.words.to_string(), "seqlen_q_max / 32, rounded up, or more");
         }
+        self.check_more()?;
         self.check_pages()
+    }
+
+    fn check_more(&self) -> Result<(), Error> {
+        let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
+        if let Some(bias) = self.scores.bias {
+            let s = bias.strides;
+            if bias.address == 0 || !bias.address.is_multiple_of(4) {
+                return bad("bias", format!("{:#x}", bias.address), "f32 numbers on the device");
+            }
+            if s.key > 1 || [s.seq, s.head, s.row].iter().any(|n| *n > 1 << 40) {
+                return bad(
+                    "bias strides",
+                    format!("{s:?}"),
+                    "0 or 1 from key to key, the others up to 2^40",
+                );
+            }
+        }
+        match self.scores.dropout {
+            Some(d) if !(0.0..1.0).contains(&d.probability) => {
+                bad("dropout", d.probability.to_string(), "0 up to below 1")
+            }
+            Some(d) if d.key.first_key % 4 != 0 => {
+                bad("dropout.first_key", d.key.first_key.to_string(), "multiples of 4")
+            }
+            _ => Ok(()),
+        }
     }
 
     fn check_pages(&self) -> Result<(), Error> {
         let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
         let KeysValues::Paged(pages) = self.kv else { return Ok(()) };
+        pages.k.without_scales("k.scales")?;
+        pages.v.without_scales("v.scales")?;
         if pages.page_size == 0 || !pages.page_size.is_multiple_of(16) || pages.page_size > TOKENS_MAX {
             return bad("page_size", pages.page_size.to_string(), "multiples of 16 tokens");
         }
@@ -241,15 +331,16 @@ impl Forward {
         Ok(())
     }
 
-    /// The kernel that a launch puts on the stream: masks and scores beyond full and causal, and pages, share one.
+    /// The kernel that a launch puts on the stream.
     pub fn kernel_name(&self) -> &'static str {
-        let scores = &self.scores;
-        let plain = scores.softcap.is_none() && scores.alibi_slopes.is_none() && scores.sinks.is_none();
-        match (plain && self.tree.is_none(), self.mask, self.kv) {
-            (true, Mask::FULL, KeysValues::Packed { .. }) => "forward_full",
-            (true, Mask::CAUSAL, KeysValues::Packed { .. }) => "forward_causal",
-            _ => "forward_features",
-        }
+        let s = &self.scores;
+        let plain =
+            s.softcap.is_none() && s.alibi_slopes.is_none() && s.sinks.is_none() && self.tree.is_none();
+        function(self.mask, self.has_more(), plain && !matches!(self.kv, KeysValues::Paged(_)))
+    }
+
+    fn has_more(&self) -> bool {
+        self.scores.bias.is_some() || self.scores.dropout.is_some()
     }
 
     /// Maps of k and v, and the rows that one copy of them moves.
@@ -306,11 +397,12 @@ impl Forward {
             softcap_inner: softcap.map_or(0.0, |cap| 2.0 * self.softmax_scale * LOG2_E / cap),
             dot_scale_log2: self.softmax_scale * LOG2_E,
             change_scores: i32::from(self.changes_scores()),
+            more: More::new(&self.scores),
         }
     }
 
     fn changes_scores(&self) -> bool {
-        self.scores.softcap.is_some() || self.scores.alibi_slopes.is_some()
+        self.scores.softcap.is_some() || self.scores.alibi_slopes.is_some() || self.scores.bias.is_some()
     }
 
     /// (Sequence, kv head) pairs whose K and V share the L2. Even sections: a short last one ends unevenly.
@@ -357,7 +449,7 @@ impl Forward {
     /// the lengths, and all of it stays valid until the stream has run the kernel. `o` and `lse` overlap nothing.
     pub unsafe fn launch(&self, gpu: &Gpu) -> Result<(), Error> {
         let dims = (self.head_dim, self.head_dim_v);
-        if ![(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)].contains(&dims) {
+        if !FORWARD.iter().any(|s| (s.head_dim, s.head_dim_v) == dims) {
             return Err(Error::Unsupported {
                 field: "head_dim, head_dim_v",
                 asked: format!("{dims:?}"),
@@ -368,7 +460,8 @@ impl Forward {
         if self.total_q == 0 || self.batch == 0 {
             return Ok(());
         }
-        let cubin = format!("forward_{}_{}_{}", self.head_dim, self.head_dim_v, self.dtype.name());
+        let more = if self.has_more() { "more_" } else { "" };
+        let cubin = format!("forward_{more}{}_{}_{}", self.head_dim, self.head_dim_v, self.dtype.name());
         let [num_wg, block_n, smem] = gpu.constants(&cubin, "forward_tiling")?;
         let rows = |x: &Operand, dim: u32| {
             let dims = [u64::from(dim), u64::from(self.total_q), u64::from(self.num_q_heads)];
@@ -387,6 +480,16 @@ impl Forward {
         ];
         // SAFETY: the five values are the kernel's parameters in order; the caller vouches for the addresses.
         unsafe { gpu.launch(kernel, (self.blocks(gpu, num_wg), 1, 1), (num_wg + 1) * 128, smem, &mut args) }
+    }
+}
+
+/// The function for a mask: `plain` is neither pages nor anything beyond scale and mask, `more` bias or dropout.
+pub(crate) fn function(mask: Mask, more: bool, plain: bool) -> &'static str {
+    match (more, plain, mask) {
+        (true, ..) => "forward_more",
+        (false, true, Mask::FULL) => "forward_full",
+        (false, true, Mask::CAUSAL) => "forward_causal",
+        _ => "forward_features",
     }
 }
 

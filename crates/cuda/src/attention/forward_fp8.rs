@@ -13,10 +13,12 @@ pub struct ForwardFp8 {
     pub attention: Forward,
     /// `[batch, num_kv_heads]` f32: what q's elements of the heads on that kv head are multiplied by; none is 1.
     pub q_scales: Option<Address>,
-    /// The same for k.
+    /// The same for k, with the strides below.
     pub k_scales: Option<Address>,
-    /// The same for v.
+    /// As k's.
     pub v_scales: Option<Address>,
+    /// Strides of k's and v's scales in elements, (sequence, kv head): 0 repeats a scale, (num_kv_heads, 1) is one a pair.
+    pub kv_scale_strides: (u32, u32),
 }
 
 /// Mirrors `Fp8Scales` of the kernel.
@@ -25,6 +27,8 @@ struct Scales {
     q: Address,
     k: Address,
     v: Address,
+    batch_stride: i32,
+    head_stride: i32,
 }
 
 impl ForwardFp8 {
@@ -77,7 +81,13 @@ impl ForwardFp8 {
         let mut params = f.params(block_n);
         let [q_scales, k_scales, v_scales] =
             [self.q_scales, self.k_scales, self.v_scales].map(|x| x.unwrap_or(0));
-        let mut scales = Scales { q: q_scales, k: k_scales, v: v_scales };
+        let mut scales = Scales {
+            q: q_scales,
+            k: k_scales,
+            v: v_scales,
+            batch_stride: self.kv_scale_strides.0 as i32,
+            head_stride: self.kv_scale_strides.1 as i32,
+        };
         let kernel = gpu.kernel(&cubin, name, smem)?;
         let mut args: [*mut c_void; 5] = [
             (&raw mut q).cast(),

@@ -1,9 +1,12 @@
 //! Attention kernels, one file per kernel source in `kernels/attention`.
 pub mod decode;
+pub mod decode_cascade;
 mod decode_cluster;
 mod decode_line;
+pub mod decode_mla;
 pub mod forward;
 pub mod forward_fp8;
+pub mod quantise;
 
 use crate::driver::Address;
 

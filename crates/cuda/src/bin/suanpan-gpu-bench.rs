@@ -4,6 +4,8 @@ use suanpan_cuda::driver::Gpu;
 
 #[path = "suanpan-gpu-bench/decode.rs"]
 mod decode;
+#[path = "suanpan-gpu-bench/decode_mla.rs"]
+mod decode_mla;
 #[path = "suanpan-gpu-bench/forward.rs"]
 mod forward;
 
@@ -20,6 +22,7 @@ struct Options {
     plans: Vec<String>,
     heads: Vec<String>,
     pages: Vec<u32>,
+    rotate: bool,
 }
 
 fn options() -> Options {
@@ -36,6 +39,7 @@ fn options() -> Options {
         plans: vec!["auto".into()],
         heads: vec!["32/8".into(), "16/1".into()],
         pages: vec![16, 64],
+        rotate: true,
     };
     let mut args = std::env::args().skip(1);
     let list = |s: String| s.split(',').filter_map(|x| x.parse().ok()).collect::<Vec<u32>>();
@@ -53,12 +57,13 @@ fn options() -> Options {
             "--plans" => o.plans = v.split(',').map(String::from).collect(),
             "--heads" => o.heads = v.split(',').map(String::from).collect(),
             "--pages" => o.pages = list(v),
+            "--rotate" if v == "yes" || v == "no" => o.rotate = v == "yes",
             other => {
                 eprintln!(
-                    "unknown option {other}: --cubin-dir --what forward,decode --dims --lens --repeats --label\n\
+                    "unknown option {other}: --cubin-dir --what forward,decode,latent --dims --lens --repeats --label\n\
                      forward: --masks full,causal,window1024,chunk1024 and, each causal: softcap,alibi,sink,page16 (any multiple of 16); dim 192128 is \
                      192/128\n\
-                     decode: --kv bf16,e4m3,int8,int4 --plans auto,line,RANKSxPARTS,RANKSxPARTSl --heads 32/8,16/1 --pages"
+                     decode: --kv bf16,e4m3,int8,int4 --plans auto,line,RANKSxPARTS,RANKSxPARTSl --heads 32/8,16/1 --pages --rotate yes,no (no: the same pages each time, from L2 where they fit)"
                 );
                 std::process::exit(2);
             }
@@ -81,6 +86,9 @@ fn main() -> Result<(), Error> {
     }
     if opt.what.iter().any(|w| w == "decode") {
         decode::bench(&gpu, &opt)?;
+    }
+    if opt.what.iter().any(|w| w == "latent") {
+        decode_mla::bench(&gpu, &opt)?;
     }
     Ok(())
 }

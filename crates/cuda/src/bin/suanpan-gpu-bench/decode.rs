@@ -10,21 +10,18 @@ use suanpan_cuda::testing::{Buffer, Rng, graph_of, median, time_us};
 const LOADS: [(u32, u32); 7] =
     [(1, 1024), (1, 4096), (1, 8192), (1, 131_072), (16, 32768), (64, 8192), (128, 4096)];
 /// Caches rotate over at least this much, so that no replay finds its own in the 50 MB of L2.
-const ROTATE_BYTES: u64 = 400_000_000;
+pub const ROTATE_BYTES: u64 = 400_000_000;
 
-/// Median time of single graph replays of `d`, in turn over `tables`.
-fn time_replays(
+/// Median time of single graph replays of what `launch` puts on the stream for each of `tables`, in turn.
+pub fn time_replays(
     gpu: &Gpu,
     opt: &Options,
-    d: &Decode,
-    plan: Plan,
     tables: impl Iterator<Item = u64>,
+    launch: impl Fn(u64) -> Result<(), Error>,
 ) -> Result<f64, Error> {
     let mut graphs = Vec::new();
     for page_table in tables {
-        let d = Decode { page_table, ..*d };
-        // SAFETY: the caller's buffers cover the shapes and outlive the replays, which `time_us` ends by reading events.
-        graphs.push(graph_of(gpu, || unsafe { d.launch(gpu, plan) })?);
+        graphs.push(graph_of(gpu, || launch(page_table))?);
     }
     let mut us = Vec::new();
     for i in 0..opt.repeats.max(15) * 3 {
@@ -70,7 +67,7 @@ struct Inputs {
     _held: Vec<Buffer>,
 }
 
-fn inputs(gpu: &Gpu, c: &Cell) -> Result<Inputs, Error> {
+fn inputs(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<Inputs, Error> {
     let (num_q_heads, num_kv_heads, dim) = c.heads;
     let (batch, page_size) = (c.batch, c.page_size);
     let pages_per = c.seqlen.div_ceil(page_size);
@@ -78,7 +75,7 @@ fn inputs(gpu: &Gpu, c: &Cell) -> Result<Inputs, Error> {
     let row = u64::from(num_kv_heads * dim);
     let scale_bytes = if c.kv == KvType::Bf16 { 0 } else { 8 * tokens * u64::from(num_kv_heads) };
     let cache_bytes = tokens * row * 2 * c.kv.bits() / 8 + scale_bytes;
-    let sets = (ROTATE_BYTES.div_ceil(cache_bytes)).clamp(1, 64) as u32;
+    let sets = if opt.rotate { ROTATE_BYTES.div_ceil(cache_bytes).clamp(1, 64) as u32 } else { 1 };
     let num_pages = sets * batch * pages_per;
     let pool = u64::from(num_pages) * u64::from(page_size) * row * c.kv.bits() / 8;
     let (k, v) = (Buffer::new(gpu, pool as usize)?, Buffer::new(gpu, pool as usize)?);
@@ -103,11 +100,15 @@ fn inputs(gpu: &Gpu, c: &Cell) -> Result<Inputs, Error> {
         page_stride: u64::from(page_size) * row,
         token_stride: row,
         head_stride: u64::from(dim),
-        scales: Scales {
-            address: scales.address + half * u64::from(sets) * scale_bytes / 2,
-            page_stride: u64::from(num_kv_heads * page_size),
-            token_stride: 1,
-            head_stride: u64::from(page_size),
+        scales: if c.kv == KvType::Bf16 {
+            Scales::default()
+        } else {
+            Scales {
+                address: scales.address + half * u64::from(sets) * scale_bytes / 2,
+                page_stride: u64::from(num_kv_heads * page_size),
+                token_stride: 1,
+                head_stride: u64::from(page_size),
+            }
         },
     };
     let token_stride = u64::from(num_q_heads * dim);
@@ -131,6 +132,7 @@ fn inputs(gpu: &Gpu, c: &Cell) -> Result<Inputs, Error> {
         head_dim: dim,
         softmax_scale: 1.0 / (dim as f32).sqrt(),
         scores: Default::default(),
+        fused: Default::default(),
         batch_invariant: false,
     };
     let held = vec![k, v, scales, table, lens, q, o, lse];
@@ -139,7 +141,7 @@ fn inputs(gpu: &Gpu, c: &Cell) -> Result<Inputs, Error> {
 
 /// One line a plan.
 fn cell(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<(), Error> {
-    let x = inputs(gpu, c)?;
+    let x = inputs(gpu, opt, c)?;
     for name in &opt.plans {
         let mut d = x.launch;
         let plan = plan_of(name, &d, gpu);
@@ -152,10 +154,14 @@ fn cell(gpu: &Gpu, opt: &Options, c: &Cell) -> Result<(), Error> {
         // SAFETY: the buffers cover the shapes and live past the synchronisations inside `graph_of` and `time_us`.
         unsafe { d.launch(gpu, plan)? }; // modules load outside the capture
         let tables = (0..x.sets).map(|set| d.page_table + u64::from(set) * x.table_bytes);
-        let us = time_replays(gpu, opt, &d, plan, tables)?;
+        // SAFETY: as above; `time_replays` ends by reading events behind the last replay.
+        let us = time_replays(gpu, opt, tables, |page_table| unsafe {
+            Decode { page_table, ..d }.launch(gpu, plan)
+        })?;
         println!(
-            "decode{} {} {}/{} d {} B {} S {} page {}: {us:.2} us {:.3} TB/s ({plan})",
+            "decode{}{} {} {}/{} d {} B {} S {} page {}: {us:.2} us {:.3} TB/s ({plan})",
             opt.label,
+            if opt.rotate { "" } else { "=again" },
             c.kv.name(),
             c.heads.0,
             c.heads.1,
@@ -178,7 +184,7 @@ fn floors(gpu: &Gpu, opt: &Options) -> Result<(), Error> {
         us.push(time_us(gpu, 1, 0, || g.launch().map_err(call("cuGraphLaunch")))?);
     }
     println!("floor{}: an almost empty kernel {:.2} us", opt.label, median(&mut us));
-    let [smem, _, threads, _] = gpu.constants("decode_cluster_128_bf16", "decode_cluster_tiling")?;
+    let [smem, threads, ..]: [u32; 8] = gpu.constants("decode_cluster_128_bf16", "decode_cluster_tiling")?;
     let kernel = gpu.kernel("decode_cluster_128_bf16", "decode_8", smem)?;
     for ranks in [16, 8, 4, 2] {
         let at_once = gpu.clusters_at_once(kernel, ranks, threads, smem)?;

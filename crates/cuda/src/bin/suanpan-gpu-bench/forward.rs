@@ -133,11 +133,13 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
             softcap: asked.softcap,
             alibi_slopes: asked.alibi.then_some(halves.address),
             sinks: asked.sinks.then_some(halves.address),
+            ..Scores::default()
         },
         tree: None,
         softmax_scale: 1.0 / (dim as f32).sqrt(),
     };
-    let fp8 = ForwardFp8 { attention: f, q_scales: None, k_scales: None, v_scales: None };
+    let fp8 =
+        ForwardFp8 { attention: f, q_scales: None, k_scales: None, v_scales: None, kv_scale_strides: (0, 0) };
     // SAFETY: the buffers cover the shapes and live past the synchronisation inside `time_us`.
     let launch = || unsafe { if asked.fp8 { fp8.launch(gpu) } else { f.launch(gpu) } };
     report(gpu, how, launch, &asked, (dims, name), (batch, seqlen, heads, dim + dim_v))

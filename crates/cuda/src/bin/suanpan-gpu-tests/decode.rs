@@ -111,7 +111,13 @@ fn name(c: &Case) -> String {
 
 pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
     let all = cases().into_iter().chain(quantised_cases()).chain(score_cases());
-    for (n, c) in all.enumerate() {
+    for (n, mut c) in all.enumerate() {
+        if report.small {
+            if n % 11 != 0 {
+                continue;
+            }
+            c.lens = c.lens.iter().take(4).map(|len| len % 200).collect();
+        }
         let x = Cache::new(&c, 50 + n as u64);
         let exact = x.references(&c.lens);
         let mut device = upload(gpu, &x)?;
@@ -127,6 +133,9 @@ pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
                 report.line(false, &format!("{}: {plan}: the same bits in 5 runs", name(&c)), String::new());
             }
         }
+    }
+    if report.small {
+        return Ok(());
     }
     test_batch_invariance(gpu, report)?;
     test_graph_with_changed_lengths(gpu, report)?;

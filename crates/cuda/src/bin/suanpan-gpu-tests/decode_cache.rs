@@ -29,6 +29,8 @@ pub struct Case {
     pub kv: KvType,
     pub scale_a_head: bool,
     pub extras: Extras,
+    /// First pages that all sequences have in common; every sequence is longer.
+    pub shared_pages: usize,
 }
 
 impl Default for Case {
@@ -43,6 +45,7 @@ impl Default for Case {
             kv: KvType::Bf16,
             scale_a_head: false,
             extras: Extras::default(),
+            shared_pages: 0,
         }
     }
 }
@@ -112,7 +115,7 @@ impl Stored {
                 }
                 KvType::Int4 => {
                     let code = (x * 2.5).round().clamp(-8.0, 7.0);
-                    let nibble = ((code + 8.0) as u8) << (4 * (i % 2));
+                    let nibble = (code as i8 as u8 & 0x0f) << (4 * (i % 2));
                     let kept = if i % 2 == 0 { 0xf0 } else { 0x0f };
                     self.bytes[i / 2] = self.bytes[i / 2] & kept | nibble;
                     code * scale * 0.25
@@ -167,8 +170,15 @@ impl Cache {
         for (b, &len) in case.lens.iter().enumerate() {
             for t in 0..len {
                 let entry = b * pages_max + t / case.page_size;
+                let shared = t / case.page_size < case.shared_pages && b > 0;
                 if t % case.page_size == 0 {
-                    table[entry] = next.next().expect("enough pages");
+                    table[entry] = match shared {
+                        true => table[t / case.page_size],
+                        false => next.next().expect("enough pages"),
+                    };
+                }
+                if shared {
+                    continue;
                 }
                 let slot = table[entry] as usize * case.page_size + t % case.page_size;
                 used[slot] = true;
@@ -186,7 +196,28 @@ impl Cache {
         Self { case: case.clone(), q, k, v, used, slopes, sinks, table, pages_max, num_pages }
     }
 
-    fn at(&self, b: usize, token: usize, head: usize) -> usize {
+    pub fn q(&self) -> &[f32] {
+        &self.q
+    }
+
+    pub fn q_mut(&mut self) -> &mut [f32] {
+        &mut self.q
+    }
+
+    pub fn k_values(&self) -> &[f32] {
+        &self.k.values
+    }
+
+    pub fn k_values_mut(&mut self) -> &mut [f32] {
+        &mut self.k.values
+    }
+
+    pub fn v_values(&self) -> &[f32] {
+        &self.v.values
+    }
+
+    /// Where a head's K and V begin among the elements of all pages.
+    pub fn at(&self, b: usize, token: usize, head: usize) -> usize {
         let c = &self.case;
         let page = self.table[b * self.pages_max + token / c.page_size] as usize;
         ((page * c.page_size + token % c.page_size) * c.num_kv_heads + head) * c.dim
@@ -272,6 +303,9 @@ pub struct Device {
     o: Buffer,
     lse: Buffer,
     pub lens: Buffer,
+    pub k: Buffer,
+    pub v: Buffer,
+    q: Buffer,
     partial: Buffer,
     _held: Vec<Buffer>,
 }
@@ -295,11 +329,14 @@ pub fn upload(gpu: &Gpu, x: &Cache) -> Result<Device, Error> {
         page_stride: c.page_size as u64 * row,
         token_stride: row,
         head_stride: c.dim as u64,
-        scales: Scales {
-            address: s.address,
-            page_stride: if c.scale_a_head { 0 } else { c.page_size as u64 * heads },
-            token_stride: if c.scale_a_head { 0 } else { heads },
-            head_stride: 1,
+        scales: match c.kv {
+            KvType::Bf16 => Scales::default(),
+            _ => Scales {
+                address: s.address,
+                page_stride: if c.scale_a_head { 0 } else { c.page_size as u64 * heads },
+                token_stride: if c.scale_a_head { 0 } else { heads },
+                head_stride: 1,
+            },
         },
     };
     let launch = Decode {
@@ -331,16 +368,23 @@ pub fn upload(gpu: &Gpu, x: &Cache) -> Result<Device, Error> {
             left: c.extras.left.map(|l| l as u32),
             sinks: c.extras.sinks.then_some(sinks.address),
         },
+        fused: Default::default(),
         batch_invariant: false,
     };
     let partial = Buffer::new(gpu, 0)?;
-    let held = vec![q, k, v, k_scales, v_scales, slopes, sinks, table];
-    let mut device = Device { launch, plan: launch.plan(gpu.num_sms), o, lse, lens, partial, _held: held };
+    let held = vec![k_scales, v_scales, slopes, sinks, table];
+    let mut device =
+        Device { launch, plan: launch.plan(gpu.num_sms), o, lse, lens, k, v, q, partial, _held: held };
     device.use_plan(gpu, device.plan)?;
     Ok(device)
 }
 
 impl Device {
+    /// Gives the launch other queries.
+    pub fn write_q(&self, q: &[f32]) -> Result<(), Error> {
+        self.q.write(0, &q.iter().map(|f| to_bits(BF16, *f)).collect::<Vec<u16>>())
+    }
+
     /// Runs `plan` from now on, with a workspace of its own.
     pub fn use_plan(&mut self, gpu: &Gpu, plan: Plan) -> Result<(), Error> {
         gpu.synchronize()?;

@@ -1,7 +1,9 @@
-//! Forward with features: windows, chunks, alignment, softcap, ALiBi, sinks, tree masks, pages, 192/128; alone and together.
+//! Forward with features: windows, chunks, alignment, softcap, bias, ALiBi, sinks, dropout, tree masks, pages, 192/128; alone and together.
+use suanpan_attn::dropout::Dropout as Weights;
+use suanpan_attn::{BiasStrides, DropoutKey};
 use suanpan_base::{Mask, SeqLen};
 use suanpan_cuda::attention::decode::{Pages, Scales};
-use suanpan_cuda::attention::forward::{Forward, KeysValues, Paged, Scores, Tree};
+use suanpan_cuda::attention::forward::{Bias, Dropout, Forward, KeysValues, Paged, Scores, Tree};
 use suanpan_cuda::driver::Gpu;
 use suanpan_cuda::testing::{Buffer, Errors, Rng, from_bits, parallel_rows, reference_scores};
 use suanpan_cuda::{Dtype, Error};
@@ -20,6 +22,9 @@ struct Case {
     alibi: bool,
     sinks: bool,
     tree: bool,
+    /// Numbers a pair of its own, or with `Some(false)` one row a head for all sequences and queries.
+    bias: Option<bool>,
+    dropout: Option<f32>,
     page_size: Option<usize>,
     heads: (usize, usize), // query, key
     lens: Vec<(usize, usize)>,
@@ -33,7 +38,13 @@ struct Inputs {
     sinks: Vec<f32>,
     tree: Vec<u32>, // [total_q, words]
     words: usize,
+    bias: Vec<f32>,
+    bias_strides: BiasStrides,
 }
+
+/// Where the dropout of the tests stands in the numbering.
+const KEY: DropoutKey =
+    DropoutKey { seed: 0x1234_5678_9abc_def0, first_seq: 3, first_head: 5, first_row: 70, first_key: 12 };
 
 impl Case {
     fn len(&self, b: usize) -> SeqLen {
@@ -57,6 +68,19 @@ impl Case {
                 }
             }
         }
+        let (batch, most_k) = (self.lens.len(), self.lens.iter().map(|l| l.1).max().unwrap_or(0));
+        let most_q = self.lens.iter().map(|l| l.0).max().unwrap_or(0);
+        let bias_strides = match self.bias {
+            Some(true) => {
+                let row = most_k + 3;
+                BiasStrides { seq: self.heads.0 * most_q * row, head: most_q * row, row, key: 1 }
+            }
+            _ => BiasStrides { seq: 0, head: most_k, row: 0, key: 1 },
+        };
+        let numbers = bias_strides.at(batch, self.heads.0, most_q, most_k) * usize::from(self.bias.is_some());
+        // Now and then a key without weight.
+        let number = |rng: &mut Rng| if rng.below(50) == 0 { f32::NEG_INFINITY } else { rng.normal() };
+        let bias = (0..numbers).map(|_| number(&mut rng)).collect();
         let words = self.lens.iter().map(|l| l.0).max().unwrap_or(0).div_ceil(32) + 1;
         Inputs {
             q,
@@ -67,6 +91,8 @@ impl Case {
             sinks: (0..self.heads.0).map(|h| [30.0, f32::NEG_INFINITY, 0.5, -2.0][h % 4]).collect(),
             tree: (0..total_q * words).map(|_| rng.bits() as u32 | rng.bits() as u32).collect(),
             words,
+            bias,
+            bias_strides,
         }
     }
 
@@ -150,7 +176,7 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
         Buffer::from_slice(gpu, &cu_k)?,
     );
     let (slopes, sinks) = (Buffer::from_slice(gpu, &x.slopes)?, Buffer::from_slice(gpu, &x.sinks)?);
-    let tree = Buffer::from_slice(gpu, &x.tree)?;
+    let (tree, bias) = (Buffer::from_slice(gpu, &x.tree)?, Buffer::from_slice(gpu, &x.bias)?);
     let (kv, _held) = if c.page_size.is_some() {
         let (paged, held) = paged(gpu, c, x)?;
         (KeysValues::Paged(paged), held)
@@ -191,6 +217,8 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
             softcap: c.softcap.map(|cap| cap as f32),
             alibi_slopes: c.alibi.then_some(slopes.address),
             sinks: c.sinks.then_some(sinks.address),
+            bias: c.bias.map(|_| Bias { address: bias.address, strides: x.bias_strides }),
+            dropout: c.dropout.map(|probability| Dropout { probability, key: KEY }),
         },
         tree: c.tree.then_some(Tree { bits: tree.address, words: x.words as u32 }),
         softmax_scale: 1.0 / (c.dims.0 as f32).sqrt(),
@@ -223,10 +251,19 @@ fn check(c: &Case, x: &Inputs, out: &Output) -> Errors {
         let change = |j: usize, s: f64| {
             let capped = c.softcap.map_or(s, |cap| cap * (s / cap).tanh());
             let slope = if c.alibi { f64::from(x.slopes[h]) } else { 0.0 };
-            capped - slope * (centre - j as i64).abs() as f64
+            let biased = capped + c.bias.map_or(0.0, |_| f64::from(x.bias[x.bias_strides.at(b, h, i, j)]));
+            biased - slope * (centre - j as i64).abs() as f64
         };
         let sink = if c.sinks { f64::from(x.sinks[h]) } else { f64::NEG_INFINITY };
-        let value = |j: usize| x.v.row(k0 + j, kv);
+        // Dropped weights as values of zero: lse does not see them.
+        let weights = c.dropout.map(|p| Weights::new(p, KEY));
+        let dropped: Vec<Vec<f32>> = weights.map_or(Vec::new(), |w| {
+            let of = |j: usize| x.v.row(k0 + j, kv).iter().map(|v| v * w.factor(b, h, i, j)).collect();
+            (0..c.lens[b].1)
+                .map(|j| if keys.binary_search(&j).is_ok() { of(j) } else { Vec::new() })
+                .collect()
+        });
+        let value = |j: usize| if dropped.is_empty() { x.v.row(k0 + j, kv) } else { &dropped[j][..] };
         let exact = reference_scores(c.dtype, dim_v, &keys, &scaled, sink, &value, change);
         let at = t * stride + h * dim_v;
         let o: Vec<f32> = out.o[at..at + dim_v].iter().map(|x| from_bits(c.dtype, *x)).collect();
@@ -250,6 +287,8 @@ fn cases(dtype: Dtype, dims: (usize, usize)) -> Vec<Case> {
         alibi: false,
         sinks: false,
         tree: false,
+        bias: None,
+        dropout: None,
         page_size: None,
         heads: (4, 2),
         lens,
@@ -271,6 +310,17 @@ fn cases(dtype: Dtype, dims: (usize, usize)) -> Vec<Case> {
         Case { page_size: Some(16), ..c("pages of 16 causal", Mask::CAUSAL) },
         Case { page_size: Some(48), sinks: true, ..c("pages of 48, window 100, sink", Mask::window(100)) },
         Case { page_size: Some(256), ..c("pages of 256 full", Mask::FULL) },
+        Case { bias: Some(true), ..c("bias a pair, causal", Mask::CAUSAL) },
+        Case { bias: Some(false), softcap: Some(5.0), ..c("bias a key, softcap, window", Mask::window(100)) },
+        Case { dropout: Some(0.3), ..c("dropout causal", Mask::CAUSAL) },
+        Case {
+            dropout: Some(0.1),
+            bias: Some(true),
+            alibi: true,
+            sinks: true,
+            page_size: Some(32),
+            ..c("dropout, bias, alibi, sink, pages of 32", both)
+        },
         Case { tree: true, ..c("tree", Mask::FULL) },
         Case {
             tree: true,

@@ -114,6 +114,7 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
         q_scales: scale(&qs),
         k_scales: scale(&ks),
         v_scales: scale(&vs),
+        kv_scale_strides: (c.heads.1 as u32, 1),
     };
     // SAFETY: the buffers cover the shapes and live past the synchronisation.
     unsafe { f.launch(gpu)? };

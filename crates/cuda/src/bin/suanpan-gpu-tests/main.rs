@@ -1,6 +1,9 @@
 //! Checks every kernel on the device against the f64 oracle, in one command; exits 1 when anything fails.
+mod api;
 mod decode;
 mod decode_cache;
+mod decode_fused;
+mod decode_mla;
 mod features;
 mod forward;
 mod fp8;
@@ -15,6 +18,8 @@ const NAN16: u16 = 0x7fff;
 struct Report {
     failed: usize,
     run: usize,
+    /// A few short cases of each kind, for tools that slow a kernel down a thousand times.
+    small: bool,
 }
 
 impl Report {
@@ -36,8 +41,12 @@ impl Report {
 fn main() -> Result<(), Error> {
     let option = |name: &str| std::env::args().skip_while(|a| a != name).nth(1);
     let gpu = Gpu::open(0, option("--cubin-dir").map(Into::into))?;
-    let what = option("--what").unwrap_or("forward,features,fp8,decode".into());
-    let mut report = Report { failed: 0, run: 0 };
+    let what = option("--what").unwrap_or("api,forward,features,fp8,decode,fused,latent".into());
+    let small = std::env::args().any(|a| a == "--small");
+    let mut report = Report { failed: 0, run: 0, small };
+    if what.contains("api") {
+        api::test(&gpu, &mut report)?;
+    }
     if what.contains("forward") {
         forward::test(&gpu, &mut report)?;
     }
@@ -49,6 +58,12 @@ fn main() -> Result<(), Error> {
     }
     if what.contains("decode") {
         decode::test(&gpu, &mut report)?;
+    }
+    if what.contains("fused") {
+        decode_fused::test(&gpu, &mut report)?;
+    }
+    if what.contains("latent") {
+        decode_mla::test(&gpu, &mut report)?;
     }
     println!("{} of {} checks failed", report.failed, report.run);
     if report.failed > 0 {

@@ -1,0 +1,104 @@
+// Rows of bf16 to e4m3 with one scale a (sequence, kv head), rotated first where asked: what the e4m3 forward takes.
+// Not here: codes of 8 and 4 bit integers, and scales of tokens and pages, which the cache's writer makes.
+//
+// The rotation is the Hadamard matrix of the row's width over its root: orthogonal, so that q and k turned by it keep their products,
+// while a lone large element is spread over the row and no longer sets the scale of all others.
+#include <cuda_bf16.h>
+#include <cstdint>
+
+namespace suanpan {
+
+struct QuantiseParams {
+  const uint16_t* x;       // [tokens, heads, head_dim] bf16, strides in elements
+  uint8_t* codes;          // [tokens, heads, head_dim], contiguous
+  float* scales;           // [batch, heads / group_size], zero before `largest`; the largest size, then what codes are multiplied by
+  const int* cu_seqlens;   // [batch + 1]
+  long long token_stride;
+  long long head_stride;
+  int tokens;
+  int heads;
+  int group_size;
+  int batch;
+  int rotate;
+};
+
+// This lane's elements of a row: 32 i + lane, i < D / 32.
+template <int D> struct Row {
+  static constexpr int kEach = D / 32;
+  float x[kEach];
+  __device__ __forceinline__ void load(const uint16_t* from, int lane, bool rotate) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) x[i] = __uint_as_float((uint32_t)from[32 * i + lane] << 16);
+    if (!rotate) return;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1)
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const float other = __shfl_xor_sync(~0u, x[i], step);
+        x[i] = lane & step ? other - x[i] : x[i] + other;
+      }
+#pragma unroll
+    for (int step = 1; step < kEach; step <<= 1)
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        if (!(i & step)) {
+          const float a = x[i], b = x[i + step];
+          x[i] = a + b;
+          x[i + step] = a - b;
+        }
+    const float root = rsqrtf((float)D);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) x[i] *= root;
+  }
+};
+
+// The number of the scale of `token` and `head`: the last sequence that starts at or before the token.
+__device__ __forceinline__ int scale_of(const QuantiseParams& p, int token, int head) {
+  int low = 0, high = p.batch - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (p.cu_seqlens[middle] <= token) low = middle; else high = middle - 1;
+  }
+  return low * (p.heads / p.group_size) + head / p.group_size;
+}
+
+template <int D, bool CODES> __device__ __forceinline__ void quantise(const QuantiseParams& p) {
+  const int lane = threadIdx.x % 32;
+  const long long rows = (long long)p.tokens * p.heads;
+  for (long long row = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; row < rows; row += (long long)gridDim.x * (blockDim.x / 32)) {
+    const int token = (int)(row / p.heads), head = (int)(row % p.heads);
+    Row<D> r;
+    r.load(p.x + token * p.token_stride + head * p.head_stride, lane, p.rotate);
+    float* scale = p.scales + scale_of(p, token, head);
+    if (CODES) {
+      const float largest = *scale, inverse = largest > 0.f ? 448.f / largest : 0.f;
+#pragma unroll
+      for (int i = 0; i < Row<D>::kEach; ++i) {
+        uint16_t code;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.f), "f"(r.x[i] * inverse));
+        p.codes[row * D + 32 * i + lane] = (uint8_t)code;
+      }
+    } else {
+      float largest = 0.f;
+#pragma unroll
+      for (int i = 0; i < Row<D>::kEach; ++i) largest = fmaxf(largest, fabsf(r.x[i]));
+#pragma unroll
+      for (int step = 16; step; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+      if (lane == 0) atomicMax((int*)scale, __float_as_int(largest));  // sizes are not negative: their bits are in their order
+    }
+  }
+}
+
+#define QUANTISE(D)                                                                                                          \
+  extern "C" __global__ void largest_##D(const __grid_constant__ QuantiseParams p) { quantise<D, false>(p); }               \
+  extern "C" __global__ void codes_##D(const __grid_constant__ QuantiseParams p) { quantise<D, true>(p); }
+QUANTISE(64)
+QUANTISE(128)
+QUANTISE(256)
+
+// Largest sizes to scales.
+extern "C" __global__ void scales_of_largest(float* scales, int n) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) scales[i] /= 448.f;
+}
+
+}  // namespace suanpan

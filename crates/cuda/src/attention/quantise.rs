@@ -1,0 +1,95 @@
+//! Launch of `kernels/attention/quantise.cu`: bf16 rows to e4m3 with one scale a (sequence, kv head), rotated where asked.
+use super::Operand;
+use crate::Error;
+use crate::driver::{Address, Gpu};
+use std::ffi::c_void;
+
+/// Everything one launch needs.
+#[derive(Clone, Copy, Debug)]
+pub struct Quantise {
+    /// `[tokens, heads, head_dim]` bf16.
+    pub x: Operand,
+    /// `[tokens, heads, head_dim]` e4m3, contiguous.
+    pub codes: Address,
+    /// `[batch, heads / group_size]` f32: what codes are multiplied by.
+    pub scales: Address,
+    /// `[batch + 1]` i32.
+    pub cu_seqlens: Address,
+    /// Of all sequences.
+    pub tokens: u32,
+    /// Of x.
+    pub heads: u32,
+    /// Heads that share a scale: those of one kv head.
+    pub group_size: u32,
+    /// Sequences.
+    pub batch: u32,
+    /// 64, 128 or 256.
+    pub head_dim: u32,
+    /// Turn every row by the Hadamard matrix first: q and k alike, or products change.
+    pub rotate: bool,
+}
+
+/// Mirrors `QuantiseParams` of the kernel.
+#[repr(C)]
+struct Params {
+    x: Address,
+    codes: Address,
+    scales: Address,
+    cu_seqlens: Address,
+    token_stride: i64,
+    head_stride: i64,
+    tokens: i32,
+    heads: i32,
+    group_size: i32,
+    batch: i32,
+    rotate: i32,
+}
+
+impl Quantise {
+    /// Puts the kernels on the device's stream.
+    ///
+    /// # Safety
+    /// The addresses cover their shapes until the stream has run the kernels.
+    pub unsafe fn launch(&self, gpu: &Gpu) -> Result<(), Error> {
+        let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
+        if ![64, 128, 256].contains(&self.head_dim) {
+            return bad("head_dim", self.head_dim.to_string(), "64, 128, 256");
+        }
+        if self.group_size == 0 || !self.heads.is_multiple_of(self.group_size) {
+            let asked = format!("{} in {} heads", self.group_size, self.heads);
+            return bad("group_size", asked, "a divisor of heads");
+        }
+        if self.tokens == 0 || self.batch == 0 {
+            return Ok(());
+        }
+        let mut n = (self.batch * (self.heads / self.group_size)) as i32;
+        // SAFETY: the caller vouches for the scales.
+        unsafe { gpu.fill(self.scales, n as u64, 0)? };
+        let mut params = Params {
+            x: self.x.address,
+            codes: self.codes,
+            scales: self.scales,
+            cu_seqlens: self.cu_seqlens,
+            token_stride: self.x.token_stride as i64,
+            head_stride: self.x.head_stride as i64,
+            tokens: self.tokens as i32,
+            heads: self.heads as i32,
+            group_size: self.group_size as i32,
+            batch: self.batch as i32,
+            rotate: i32::from(self.rotate),
+        };
+        let grid = (gpu.num_sms * 8, 1, 1);
+        let mut args: [*mut c_void; 1] = [(&raw mut params).cast()];
+        let (mut scales, dim) = (self.scales, self.head_dim);
+        let mut scale_args: [*mut c_void; 2] = [(&raw mut scales).cast(), (&raw mut n).cast()];
+        let largest = gpu.kernel("quantise", &format!("largest_{dim}"), 0)?;
+        let codes = gpu.kernel("quantise", &format!("codes_{dim}"), 0)?;
+        let finish = gpu.kernel("quantise", "scales_of_largest", 0)?;
+        // SAFETY: the values are the kernels' parameters in order; the caller vouches for the addresses.
+        unsafe {
+            gpu.launch(largest, grid, 256, 0, &mut args)?;
+            gpu.launch(codes, grid, 256, 0, &mut args)?;
+            gpu.launch(finish, (1, 1, 1), 256, 0, &mut scale_args)
+        }
+    }
+}

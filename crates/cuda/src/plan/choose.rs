@@ -1,0 +1,219 @@
+//! Which kernel takes a problem and a batch. Candidates in order of speed for the shape; each says over what it refuses.
+
+use suanpan_attn::{KvLayout, Problem};
+use suanpan_base::{BadArgument, DType, Mask, ScaleGrain, SeqLen};
+
+use super::{Choice, Device, Kernel, OP, Slower};
+use crate::attention::decode::KvType;
+use crate::attention::forward;
+use crate::shapes::{FORWARD, FORWARD_FP8, FORWARD_MORE, ForwardShape, Fp8Shape};
+
+/// Tokens that a kernel counts.
+pub(super) const TOKENS_MAX: usize = 1 << 30;
+
+type Fits<T> = Result<T, BadArgument>;
+
+fn refuse<T>(field: &str, asked: impl std::fmt::Display, supported: &str) -> Fits<T> {
+    Err(BadArgument::new(OP, field, asked, supported))
+}
+
+/// Refuses what no kernel takes, whatever the lengths.
+pub(super) fn check_any(p: &Problem) -> Fits<()> {
+    if let KvLayout::Paged { page_size } = p.kv
+        && !page_size.is_multiple_of(16)
+    {
+        return refuse("page_size", page_size, "multiples of 16 tokens");
+    }
+    if p.heads.values_in_keys {
+        return refuse(
+            "values_in_keys",
+            true,
+            "false: latent attention has a launch of its own (`decode_mla`)",
+        );
+    }
+    if p.kv_scales != ScaleGrain::None && p.kv_scale_dtype != DType::F32 {
+        return refuse("kv_scale_dtype", p.kv_scale_dtype, "f32 on this device");
+    }
+    if p.block_mask.is_some() {
+        return refuse("block_mask", "given", "none on this device");
+    }
+    if p.mask.sink_tokens > 0 {
+        return refuse("mask.sink_tokens", p.mask.sink_tokens, "0: no leading keys beside a window");
+    }
+    if p.scale().is_nan() || p.scale() <= 0.0 {
+        return refuse("softmax_scale", p.scale(), "positive numbers");
+    }
+    if p.scores.dropout == Some(1.0) {
+        return refuse("dropout", 1.0, "below 1 on this device");
+    }
+    let anyone = [forward_shape(p).err(), fp8_shape(p).err(), decode_type(p).err()];
+    match anyone {
+        [Some(forward), Some(fp8), Some(_)] => Err(if p.kv_dtype == DType::E4m3 { fp8 } else { forward }),
+        _ => Ok(()),
+    }
+}
+
+/// The build of the 16-bit forward for these heads and types.
+fn forward_shape(p: &Problem) -> Fits<ForwardShape> {
+    if ![DType::Bf16, DType::F16].contains(&p.q_dtype) {
+        return refuse("q_dtype", p.q_dtype, "bf16, f16");
+    }
+    if p.kv_dtype != p.q_dtype {
+        return refuse("kv_dtype", p.kv_dtype, "the queries' type in the 16-bit forward");
+    }
+    let dims = (p.heads.head_dim_qk as u32, p.heads.head_dim_v as u32);
+    match FORWARD.iter().find(|s| (s.head_dim, s.head_dim_v) == dims) {
+        Some(s) => Ok(*s),
+        None => refuse(
+            "head_dim_qk, head_dim_v",
+            format!("{}, {}", dims.0, dims.1),
+            "64, 96, 128, 192, 256 for both, 192 and 128",
+        ),
+    }
+}
+
+/// The build with bias and dropout for the same widths.
+fn more_of(shape: ForwardShape) -> ForwardShape {
+    let same = |s: &&ForwardShape| (s.head_dim, s.head_dim_v) == (shape.head_dim, shape.head_dim_v);
+    FORWARD_MORE.iter().find(same).copied().unwrap_or(shape)
+}
+
+/// Nothing happens to scores beyond scale and mask.
+fn plain(p: &Problem) -> bool {
+    let s = &p.scores;
+    !(s.bias || s.alibi || s.sink || s.dropout.is_some() || s.softcap.is_some_and(|c| c != 0.0) || p.tree)
+}
+
+fn fp8_shape(p: &Problem) -> Fits<Fp8Shape> {
+    if p.q_dtype != DType::Bf16 || p.kv_dtype != DType::E4m3 {
+        return refuse(
+            "q_dtype, kv_dtype",
+            format!("{}, {}", p.q_dtype, p.kv_dtype),
+            "bf16 queries of e4m3 keys",
+        );
+    }
+    if p.kv != KvLayout::Contiguous {
+        return refuse("kv", p.kv, "contiguous e4m3 keys and values in the forward");
+    }
+    if !matches!(p.kv_scales, ScaleGrain::None | ScaleGrain::Tensor | ScaleGrain::Head) {
+        return refuse("kv_scales", p.kv_scales, "none, one a tensor or one a head in the e4m3 forward");
+    }
+    if ![Mask::FULL, Mask::CAUSAL].contains(&p.mask) || !plain(p) {
+        return refuse("mask, scores", format!("{}{}", p.mask, p.scores), "full and causal, plain scores");
+    }
+    let (d, v) = (p.heads.head_dim_qk as u32, p.heads.head_dim_v as u32);
+    match FORWARD_FP8.iter().find(|s| s.head_dim == d && d == v) {
+        Some(s) => Ok(*s),
+        None => refuse("head_dim_qk, head_dim_v", format!("{d}, {v}"), "128 and 256 for both"),
+    }
+}
+
+/// The stored type as decode names it; refuses what decode takes at no length.
+pub(super) fn decode_type(p: &Problem) -> Fits<KvType> {
+    if p.q_dtype != DType::Bf16 {
+        return refuse("q_dtype", p.q_dtype, "bf16 in decode");
+    }
+    let kv = match p.kv_dtype {
+        DType::Bf16 => KvType::Bf16,
+        DType::E4m3 => KvType::E4m3,
+        DType::I8 => KvType::Int8,
+        DType::I4 => KvType::Int4,
+        other => return refuse("kv_dtype", other, "bf16, fp8_e4m3, int8, int4 in decode"),
+    };
+    if kv != KvType::Bf16 && p.kv_scales == ScaleGrain::None {
+        return refuse("kv_scales", p.kv_scales, "one a tensor, head, token or page of quantised numbers");
+    }
+    if p.kv == KvLayout::Contiguous {
+        return refuse("kv", p.kv, "pages in decode");
+    }
+    let (d, v) = (p.heads.head_dim_qk, p.heads.head_dim_v);
+    if ![64, 128, 256].contains(&d) || d != v {
+        return refuse("head_dim_qk, head_dim_v", format!("{d}, {v}"), "64, 128, 256 for both in decode");
+    }
+    if p.scores.bias || p.scores.dropout.is_some() || p.tree {
+        return refuse(
+            "scores",
+            format!("{}, tree {}", p.scores, p.tree),
+            "softcap, ALiBi and sinks in decode",
+        );
+    }
+    if p.batch_invariant {
+        return refuse("batch_invariant", true, "false in decode: prefill's bits are the forward's");
+    }
+    Ok(kv)
+}
+
+/// The query tokens that every sequence has, where decode's 64 rows hold them.
+fn decode_tokens(p: &Problem, seqs: &[SeqLen]) -> Option<usize> {
+    let n = seqs.first()?.seqlen_q;
+    let few = n > 0 && n * p.heads.group_size() <= 64;
+    (few && seqs.iter().all(|s| s.seqlen_q == n && s.seqlen_k >= n)).then_some(n)
+}
+
+fn decode(p: &Problem, seqs: &[SeqLen], tokens: usize, device: Device, pages_max: usize) -> Fits<Kernel> {
+    decode_type(p)?;
+    let m = p.mask;
+    let plain_window = m.right == Some(0) && m.chunk.is_none() && !m.top_left;
+    if !(plain_window || (m == Mask::FULL && tokens == 1)) {
+        return refuse("mask", m, "causal and causal windows in decode");
+    }
+    Ok(Kernel::Decode(super::run::decode_shape(p, seqs.len(), tokens, pages_max).plan(device.num_sms)))
+}
+
+/// The kernel for `seqs`.
+pub(super) fn choose(
+    p: &Problem,
+    seqs: &[SeqLen],
+    device: Device,
+    pages_max: usize,
+    slower: Slower,
+) -> Fits<Choice> {
+    if let Some((i, s)) = seqs.iter().enumerate().find(|(_, s)| s.prefix_len > 0) {
+        return refuse(&format!("seqs[{i}].prefix_len"), s.prefix_len, "0 on this device");
+    }
+    let mut refused = None;
+    if let Some(tokens) = decode_tokens(p, seqs).filter(|_| !p.batch_invariant) {
+        match decode(p, seqs, tokens, device, pages_max) {
+            Ok(kernel) => {
+                let why = "at most 64 rows a kv head: reading K and V once bounds it";
+                return Ok(Choice { kernel, why, gave_up: None });
+            }
+            Err(e) => refused = Some(e),
+        }
+    }
+    let (kernel, why) = match fp8_shape(p) {
+        Ok(shape) => {
+            let function = if p.mask == Mask::FULL { "forward_fp8_full" } else { "forward_fp8_causal" };
+            (Kernel::ForwardFp8 { shape, function }, "e4m3 keys: products at twice the 16-bit rate")
+        }
+        Err(fp8) => match forward_shape(p) {
+            Ok(shape) => {
+                let more = p.scores.bias || p.scores.dropout.is_some();
+                let shape = if more { more_of(shape) } else { shape };
+                let why = if p.batch_invariant && decode_tokens(p, seqs).is_some() {
+                    "batch-invariant: a row has its prefill's bits only in prefill's kernel"
+                } else {
+                    "many rows: arithmetic bounds it"
+                };
+                let function = forward::function(p.mask, more, plain(p) && p.kv == KvLayout::Contiguous);
+                (Kernel::Forward { shape, function }, why)
+            }
+            Err(forward) => {
+                let last = if p.kv_dtype.is_code() { fp8 } else { forward };
+                return Err(refused.unwrap_or(last));
+            }
+        },
+    };
+    match (refused, slower) {
+        (None, _) => Ok(Choice { kernel, why, gave_up: None }),
+        (Some(e), Slower::Allow) => {
+            let gave_up =
+                format!("decode, which refused {} = {} (it takes {})", e.field, e.asked, e.supported);
+            Ok(Choice { kernel, why, gave_up: Some(gave_up) })
+        }
+        (Some(e), Slower::Refuse) => {
+            let supported = format!("{}; Slower::Allow sends it to {kernel}", e.supported);
+            Err(BadArgument { supported, ..e })
+        }
+    }
+}

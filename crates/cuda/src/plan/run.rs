@@ -1,0 +1,480 @@
+//! One call on the device: check everything, copy lengths and page ids over, put the kernel on the stream.
+
+use suanpan_attn::{BiasStrides, DropoutKey, KvLayout, Problem, Strides};
+use suanpan_base::{BadArgument, DType, ScaleGrain};
+
+use super::{Kernel, Plan};
+use crate::attention::Operand;
+use crate::attention::decode::{self, Decode, KvType, Pages};
+use crate::attention::forward::{self, Forward, KeysValues, Paged, Tree};
+use crate::attention::forward_fp8::ForwardFp8;
+use crate::attention::quantise::Quantise;
+use crate::driver::{Address, Gpu, Memory};
+use crate::{Dtype, Error};
+
+const OP: &str = "cuda attention run";
+
+fn refuse<T>(
+    field: impl Into<String>,
+    asked: impl std::fmt::Display,
+    supported: impl Into<String>,
+) -> Result<T, Error> {
+    Err(BadArgument::new(OP, field, asked, supported.into()).into())
+}
+
+/// A flat buffer on the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct View {
+    /// Of the first element.
+    pub address: Address,
+    /// Elements from there on.
+    pub elements: u64,
+}
+
+/// Scales of K and V on the device, f32; strides as in `suanpan_attn::KvScales`, the same for both.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Scales {
+    /// Scales of keys.
+    pub k: View,
+    /// Scales of values.
+    pub v: View,
+    /// In elements; only those that the problem's grain has are looked at.
+    pub strides: Strides,
+}
+
+/// A bias on the device, as `suanpan_attn::Bias`.
+#[derive(Clone, Copy, Debug)]
+pub struct Bias {
+    /// f32 numbers.
+    pub values: View,
+    /// Where each one is.
+    pub strides: BiasStrides,
+}
+
+/// What a call brings beside q, k and v, as `suanpan_attn::Extras`, in device memory. What the problem does not ask for must be absent.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Extras {
+    /// `[num_q_heads]` f32.
+    pub alibi_slopes: Option<View>,
+    /// `[num_q_heads]` f32.
+    pub sinks: Option<View>,
+    /// Numbers added to scores.
+    pub bias: Option<Bias>,
+    /// `[total_q, row_words]` u64 as in `suanpan_attn::TreeMask`, and `row_words`.
+    pub tree: Option<(View, usize)>,
+    /// What the dropped weights follow from.
+    pub dropout: Option<DropoutKey>,
+}
+
+/// The buffers of one call, as `suanpan_attn::Args`, in device memory. The page table is on the host: ids are checked, then copied over.
+#[derive(Clone, Copy, Debug)]
+pub struct Args<'a> {
+    /// Queries `[total_q, num_q_heads, head_dim_qk]`.
+    pub q: View,
+    /// (token, head) strides of `q`, in elements.
+    pub q_strides: (usize, usize),
+    /// Keys.
+    pub k: View,
+    /// Strides of `k`, in elements.
+    pub k_strides: Strides,
+    /// Values.
+    pub v: View,
+    /// Strides of `v`, in elements.
+    pub v_strides: Strides,
+    /// Page ids, one row a sequence; only ids of pages with a visible key are looked at. Empty when contiguous.
+    pub page_table: &'a [u32],
+    /// Ids from one row of `page_table` to the next.
+    pub page_table_stride: usize,
+    /// Scales of K and V.
+    pub kv_scales: Scales,
+    /// The keys were turned by the Hadamard matrix before they were made e4m3 (`quantise`): q is turned alike.
+    pub rotated_keys: bool,
+    /// What the problem asks for beside q, k and v.
+    pub extras: Extras,
+    /// Output `[total_q, num_q_heads, head_dim_v]` of q's type.
+    pub out: View,
+    /// (token, head) strides of `out`, in elements.
+    pub out_strides: (usize, usize),
+    /// `[num_q_heads, total_q]` f32, natural log; -inf where a row sees no key.
+    pub lse: View,
+}
+
+/// Where things lie in a workspace, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layout {
+    cu_q: u64,
+    cu_k: u64,
+    lens_k: u64,
+    table: u64,
+    scales: u64,
+    codes: u64,
+    partial: u64,
+    pub(super) bytes: u64,
+}
+
+impl Layout {
+    pub(super) fn of(plan: &Plan) -> Result<Layout, BadArgument> {
+        let (p, l) = (&plan.problem, plan.limits);
+        let seqs = l.max_seqs as u64;
+        let fp8 = p.kv_dtype == DType::E4m3 && p.kv == KvLayout::Contiguous;
+        let codes = if fp8 { l.max_total_q * p.heads.num_q_heads * p.heads.head_dim_qk } else { 0 };
+        let mut at = 256; // the counter of tiles comes first
+        let mut take = |bytes: u64| {
+            let start = at;
+            at += bytes.next_multiple_of(256);
+            start
+        };
+        let mut layout = Layout {
+            cu_q: take(4 * (seqs + 1)),
+            cu_k: take(4 * (seqs + 1)),
+            lens_k: take(4 * seqs),
+            table: take(4 * seqs * plan.pages_max() as u64),
+            scales: take(4 * seqs * p.heads.num_kv_heads as u64),
+            codes: take(codes as u64),
+            partial: 0,
+            bytes: 0,
+        };
+        layout.partial = take(partial_bytes(plan));
+        layout.bytes = at;
+        Ok(layout)
+    }
+}
+
+/// Most bytes of partial results of any batch within the limits.
+fn partial_bytes(plan: &Plan) -> u64 {
+    let p = &plan.problem;
+    if super::choose::decode_type(p).is_err() {
+        return 0;
+    }
+    // Layouts change with small batches only: past 1,024 sequences all are alike.
+    let batches = (1..=plan.limits.max_seqs.min(1024)).chain([plan.limits.max_seqs]);
+    let tokens = 1..=64 / p.heads.group_size();
+    let bytes = |(batch, tokens): (usize, usize)| {
+        let d = decode_shape(p, batch, tokens, plan.pages_max());
+        d.partial_bytes(d.plan(plan.device.num_sms), plan.device.num_sms)
+    };
+    batches.flat_map(|b| tokens.clone().map(move |t| (b, t))).map(bytes).max().unwrap_or(0)
+}
+
+/// A decode without its buffers: enough for its layout.
+pub(super) fn decode_shape(p: &Problem, batch: usize, tokens: usize, pages_max: usize) -> Decode {
+    let page_size = match p.kv {
+        KvLayout::Paged { page_size } => page_size as u32,
+        KvLayout::Contiguous => 16,
+    };
+    let kv_type = super::choose::decode_type(p).unwrap_or(KvType::Bf16);
+    let nowhere = Pages {
+        address: 0,
+        page_stride: 0,
+        token_stride: 0,
+        head_stride: 0,
+        scales: decode::Scales::default(),
+    };
+    Decode {
+        q: Operand { address: 0, token_stride: 0, head_stride: 0 },
+        k: nowhere,
+        v: nowhere,
+        kv_type,
+        o: 0,
+        lse: 0,
+        seqlens_k: 0,
+        page_table: 0,
+        partial: 0,
+        num_pages: 0,
+        page_size,
+        pages_max: pages_max as u32,
+        batch: batch as u32,
+        seqlen_q: tokens as u32,
+        num_q_heads: p.heads.num_q_heads as u32,
+        num_kv_heads: p.heads.num_kv_heads as u32,
+        head_dim: p.heads.head_dim_qk as u32,
+        softmax_scale: p.scale(),
+        scores: decode::Scores {
+            softcap: p.scores.softcap.filter(|c| *c != 0.0),
+            // An address that is never read: it only says that there are some.
+            slopes: p.scores.alibi.then_some(4),
+            left: p.mask.left.map(|n| n.min(super::choose::TOKENS_MAX) as u32),
+            sinks: p.scores.sink.then_some(4),
+        },
+        fused: decode::Fused::default(),
+        batch_invariant: false,
+    }
+}
+
+/// Device memory of a plan's calls: counter, lengths, page ids, q in 8 bits, partial results. One per stream.
+pub struct Workspace {
+    memory: Memory,
+}
+
+impl Workspace {
+    /// Room for every schedule of `plan`.
+    pub fn new(gpu: &Gpu, plan: &Plan) -> Result<Workspace, Error> {
+        let layout = plan.layout()?;
+        let memory = Memory::new(gpu, layout.bytes as usize)?;
+        // SAFETY: both ranges lie in the memory just allocated.
+        unsafe {
+            gpu.fill(memory.address, layout.partial / 4, 0)?;
+            gpu.fill(memory.address + layout.partial, (layout.bytes - layout.partial) / 4, u32::MAX)?;
+        }
+        gpu.synchronize()?;
+        Ok(Workspace { memory })
+    }
+}
+
+/// A call whose lengths and page ids lie on the device: what a graph captures.
+#[derive(Clone, Copy, Debug)]
+pub struct Bound {
+    launch: Launch,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Launch {
+    Nothing,
+    Forward(Forward),
+    Fp8(Quantise, ForwardFp8),
+    Decode(Decode, decode::Plan),
+}
+
+impl Bound {
+    /// Checks the call and copies lengths and page ids over, in the stream's order.
+    pub fn new(gpu: &Gpu, plan: &Plan, args: &Args<'_>, ws: &Workspace) -> Result<Bound, Error> {
+        let Some(choice) = &plan.choice else { return refuse("schedule", "none", "a scheduled plan") };
+        let layout = plan.layout()?;
+        if (ws.memory.bytes as u64) < layout.bytes {
+            return refuse(
+                "workspace",
+                ws.memory.bytes,
+                format!("at least {}: made for this plan", layout.bytes),
+            );
+        }
+        super::check::check(plan, args)?;
+        if plan.seqs.iter().all(|s| s.seqlen_q == 0) {
+            return Ok(Bound { launch: Launch::Nothing });
+        }
+        let call = Call { plan, args, base: ws.memory.address, layout };
+        call.copy_lengths(gpu)?;
+        let launch = match choice.kernel {
+            Kernel::Forward { .. } => Launch::Forward(call.forward(call.q())),
+            Kernel::ForwardFp8 { .. } => call.fp8(),
+            Kernel::Decode(layout) => Launch::Decode(call.decode(), layout),
+        };
+        Ok(Bound { launch })
+    }
+
+    /// Puts the kernels on the device's stream.
+    ///
+    /// # Safety
+    /// The views cover what they say until the stream has run the kernels, `out` and `lse` overlap nothing, and the plan was made for a
+    /// device like this one. Scales, slopes and sinks are finite where the CPU's `run` asks for it.
+    pub unsafe fn launch(&self, gpu: &Gpu) -> Result<(), Error> {
+        // SAFETY: `new` checked shapes and ids; the caller vouches for the memory.
+        unsafe {
+            match &self.launch {
+                Launch::Nothing => Ok(()),
+                Launch::Forward(f) => f.launch(gpu),
+                Launch::Fp8(q, f) => {
+                    q.launch(gpu)?;
+                    f.launch(gpu)
+                }
+                Launch::Decode(d, plan) => d.launch(gpu, *plan),
+            }
+        }
+    }
+}
+
+/// Runs the plan's current schedule: [`Bound::new`], then [`Bound::launch`]. Results are there when the stream has run it.
+///
+/// # Safety
+/// As [`Bound::launch`].
+pub unsafe fn run(gpu: &Gpu, plan: &Plan, args: &Args<'_>, ws: &Workspace) -> Result<(), Error> {
+    // SAFETY: the caller vouches for the memory.
+    unsafe { Bound::new(gpu, plan, args, ws)?.launch(gpu) }
+}
+
+/// A checked call.
+struct Call<'a> {
+    plan: &'a Plan,
+    args: &'a Args<'a>,
+    base: Address,
+    layout: Layout,
+}
+
+fn operand(x: View, (token, head): (usize, usize)) -> Operand {
+    Operand { address: x.address, token_stride: token as u64, head_stride: head as u64 }
+}
+
+impl Call<'_> {
+    fn copy_lengths(&self, gpu: &Gpu) -> Result<(), Error> {
+        // SAFETY: the layout's ranges lie in the workspace, which this plan's calls alone use.
+        let copy = |at: u64, host: &[i32]| unsafe { gpu.copy(self.base + at, host) };
+        let seqs = &self.plan.seqs;
+        let sums = |of: fn(&suanpan_base::SeqLen) -> usize| {
+            let mut sum = 0;
+            let mut out = vec![0i32];
+            out.extend(seqs.iter().map(|s| {
+                sum += of(s) as i32;
+                sum
+            }));
+            out
+        };
+        copy(self.layout.cu_q, &sums(|s| s.seqlen_q))?;
+        copy(self.layout.cu_k, &sums(|s| s.seqlen_k))?;
+        copy(self.layout.lens_k, &seqs.iter().map(|s| s.seqlen_k as i32).collect::<Vec<_>>())?;
+        let pages_max = self.plan.pages_max();
+        if pages_max > 0 {
+            let (from, stride) = (self.args.page_table, self.args.page_table_stride);
+            let mut table = vec![0i32; seqs.len() * pages_max];
+            for (row, ids) in table.chunks_mut(pages_max).zip(from.chunks(stride.max(1))) {
+                row.iter_mut().zip(ids).for_each(|(to, id)| *to = *id as i32);
+            }
+            copy(self.layout.table, &table)?;
+        }
+        Ok(())
+    }
+
+    fn q(&self) -> Operand {
+        operand(self.args.q, self.args.q_strides)
+    }
+
+    /// K or V as pages, with their scales.
+    fn pages(&self, x: View, s: Strides, scales: View) -> Pages {
+        let grain = self.plan.problem.kv_scales;
+        let given = self.args.kv_scales.strides;
+        let s_of = match grain {
+            ScaleGrain::None | ScaleGrain::Tensor => Strides::default(),
+            ScaleGrain::Head => Strides { head: given.head, ..Strides::default() },
+            ScaleGrain::Token => given,
+            ScaleGrain::Page => Strides { token: 0, ..given },
+        };
+        Pages {
+            address: x.address,
+            page_stride: s.page as u64,
+            token_stride: s.token as u64,
+            head_stride: s.head as u64,
+            scales: decode::Scales {
+                address: if grain == ScaleGrain::None { 0 } else { scales.address },
+                page_stride: s_of.page as u64,
+                token_stride: s_of.token as u64,
+                head_stride: s_of.head as u64,
+            },
+        }
+    }
+
+    fn num_pages(&self) -> u32 {
+        super::check::num_pages(self.plan, self.args).min(i32::MAX as usize) as u32
+    }
+
+    fn keys_values(&self) -> KeysValues {
+        let (a, p) = (self.args, &self.plan.problem);
+        match p.kv {
+            KvLayout::Contiguous => KeysValues::Packed {
+                k: operand(a.k, (a.k_strides.token, a.k_strides.head)),
+                v: operand(a.v, (a.v_strides.token, a.v_strides.head)),
+            },
+            KvLayout::Paged { page_size } => KeysValues::Paged(Paged {
+                k: self.pages(a.k, a.k_strides, a.kv_scales.k),
+                v: self.pages(a.v, a.v_strides, a.kv_scales.v),
+                page_table: self.base + self.layout.table,
+                pages_max: self.plan.pages_max() as u32,
+                num_pages: self.num_pages(),
+                page_size: page_size as u32,
+            }),
+        }
+    }
+
+    fn forward(&self, q: Operand) -> Forward {
+        let (a, p, seqs) = (self.args, &self.plan.problem, &self.plan.seqs);
+        let total = |of: fn(&suanpan_base::SeqLen) -> usize| seqs.iter().map(of).sum::<usize>() as u32;
+        let most = |of: fn(&suanpan_base::SeqLen) -> usize| seqs.iter().map(of).max().unwrap_or(0) as u32;
+        let x = &a.extras;
+        Forward {
+            q,
+            kv: self.keys_values(),
+            o: operand(a.out, a.out_strides),
+            lse: a.lse.address,
+            counter: self.base,
+            cu_seqlens_q: Some(self.base + self.layout.cu_q),
+            cu_seqlens_k: Some(self.base + self.layout.cu_k),
+            total_q: total(|s| s.seqlen_q),
+            total_k: total(|s| s.seqlen_k),
+            batch: seqs.len() as u32,
+            seqlen_q_max: most(|s| s.seqlen_q),
+            seqlen_k_max: most(|s| s.seqlen_k),
+            num_q_heads: p.heads.num_q_heads as u32,
+            num_kv_heads: p.heads.num_kv_heads as u32,
+            head_dim: p.heads.head_dim_qk as u32,
+            head_dim_v: p.heads.head_dim_v as u32,
+            dtype: if p.q_dtype == DType::F16 { Dtype::Fp16 } else { Dtype::Bf16 },
+            mask: p.mask,
+            scores: forward::Scores {
+                softcap: p.scores.softcap.filter(|c| *c != 0.0),
+                bias: x.bias.map(|b| forward::Bias { address: b.values.address, strides: b.strides }),
+                dropout: x
+                    .dropout
+                    .zip(p.scores.dropout)
+                    .map(|(key, probability)| forward::Dropout { probability, key }),
+                alibi_slopes: x.alibi_slopes.map(|v| v.address),
+                sinks: x.sinks.map(|v| v.address),
+            },
+            // Two words of 32 bits a word of 64, the low one first.
+            tree: x.tree.map(|(bits, words)| Tree { bits: bits.address, words: 2 * words as u32 }),
+            softmax_scale: p.scale(),
+        }
+    }
+
+    fn fp8(&self) -> Launch {
+        let (a, p) = (self.args, &self.plan.problem);
+        let (codes, scales) = (self.base + self.layout.codes, self.base + self.layout.scales);
+        let dim = p.heads.head_dim_qk;
+        let q = Operand {
+            address: codes,
+            token_stride: (p.heads.num_q_heads * dim) as u64,
+            head_stride: dim as u64,
+        };
+        let attention = self.forward(q);
+        let quantise = Quantise {
+            x: self.q(),
+            codes,
+            scales,
+            cu_seqlens: self.base + self.layout.cu_q,
+            tokens: attention.total_q,
+            heads: attention.num_q_heads,
+            group_size: p.heads.group_size() as u32,
+            batch: attention.batch,
+            head_dim: dim as u32,
+            rotate: a.rotated_keys,
+        };
+        let given = |x: View| (p.kv_scales != ScaleGrain::None).then_some(x.address);
+        let head_stride = if p.kv_scales == ScaleGrain::Head { a.kv_scales.strides.head as u32 } else { 0 };
+        let forward = ForwardFp8 {
+            attention,
+            q_scales: Some(scales),
+            k_scales: given(a.kv_scales.k),
+            v_scales: given(a.kv_scales.v),
+            kv_scale_strides: (0, head_stride),
+        };
+        Launch::Fp8(quantise, forward)
+    }
+
+    fn decode(&self) -> Decode {
+        let (a, p, seqs) = (self.args, &self.plan.problem, &self.plan.seqs);
+        let shape = decode_shape(p, seqs.len(), seqs[0].seqlen_q, self.plan.pages_max());
+        Decode {
+            q: self.q(),
+            k: self.pages(a.k, a.k_strides, a.kv_scales.k),
+            v: self.pages(a.v, a.v_strides, a.kv_scales.v),
+            o: a.out.address,
+            lse: a.lse.address,
+            seqlens_k: self.base + self.layout.lens_k,
+            page_table: self.base + self.layout.table,
+            partial: self.base + self.layout.partial,
+            num_pages: self.num_pages(),
+            scores: decode::Scores {
+                slopes: a.extras.alibi_slopes.map(|v| v.address),
+                sinks: a.extras.sinks.map(|v| v.address),
+                ..shape.scores
+            },
+            ..shape
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Plans are pure: which kernel, why, what is refused, without a device.
+
+use suanpan_attn::{KvLayout, Limits, Problem, Scores};
+use suanpan_base::{DType, HeadShape, Mask, ScaleGrain, SeqLen};
+
+use super::{Device, Kernel, Plan, Slower};
+use crate::attention::decode;
+
+const LIMITS: Limits = Limits { max_seqs: 64, max_total_q: 1 << 16, max_seqlen_k: 1 << 17 };
+
+fn paged(heads: HeadShape) -> Problem {
+    let kv = KvLayout::Paged { page_size: 16 };
+    Problem { q_dtype: DType::Bf16, kv_dtype: DType::Bf16, kv, ..Problem::new(heads, Mask::CAUSAL) }
+}
+
+fn plan(problem: &Problem, seqs: &[SeqLen], slower: Slower) -> Result<Plan, suanpan_base::BadArgument> {
+    let mut plan = Plan::new(problem, Device::H200, LIMITS, slower)?;
+    plan.schedule(seqs)?;
+    Ok(plan)
+}
+
+#[test]
+fn a_plan_says_which_kernel_and_why() {
+    let p = paged(HeadShape::new(32, 8, 128));
+    let decode = plan(&p, &[SeqLen::extend(32_767, 1); 16], Slower::Refuse).unwrap();
+    assert!(matches!(decode.choice().unwrap().kernel, Kernel::Decode(decode::Plan::Clusters { .. })));
+    let text = decode.to_string();
+    assert!(text.contains("decode_cluster") && text.contains("reading K and V once bounds it"), "{text}");
+    // 16 x 32k x 8 heads x 128 x 2 bytes of each of K and V.
+    let entry = decode.predicted_device();
+    assert_eq!(entry.device_read_bytes >> 20, 2048, "{entry:?}");
+
+    let prefill = plan(&p, &[SeqLen::new(512, 512), SeqLen::extend(100, 1)], Slower::Refuse).unwrap();
+    let text = prefill.to_string();
+    assert!(text.contains("forward_features (forward.cu), tile 192 x 128, 2 stages"), "{text}");
+    let contiguous = Problem { kv: KvLayout::Contiguous, ..p };
+    let text = plan(&contiguous, &[SeqLen::new(512, 512)], Slower::Refuse).unwrap().to_string();
+    assert!(text.contains("forward_causal (forward.cu)") && text.contains("many rows"), "{text}");
+}
+
+#[test]
+fn what_no_kernel_takes_is_refused_by_name() {
+    let p = paged(HeadShape::new(8, 2, 128));
+    let field = |p: Problem| Plan::new(&p, Device::H200, LIMITS, Slower::Allow).unwrap_err().field;
+    assert_eq!(field(Problem { kv: KvLayout::Paged { page_size: 24 }, ..p }), "page_size");
+    assert_eq!(field(Problem { heads: HeadShape::new(8, 2, 80), ..p }), "head_dim_qk, head_dim_v");
+    assert_eq!(field(Problem { q_dtype: DType::F32, ..p }), "q_dtype");
+    assert_eq!(field(Problem { mask: Mask::streaming(4, 100), ..p }), "mask.sink_tokens");
+    assert_eq!(field(Problem { softmax_scale: Some(-1.0), ..p }), "softmax_scale");
+    assert_eq!(field(Problem { kv_scales: ScaleGrain::Head, ..p }), "kv_scales");
+    let bf16_scales =
+        Problem { kv_dtype: DType::I8, kv_scales: ScaleGrain::Token, kv_scale_dtype: DType::Bf16, ..p };
+    assert_eq!(field(bf16_scales), "kv_scale_dtype");
+    assert_eq!(field(Problem { heads: HeadShape::latent(16, 128, 128), ..p }), "values_in_keys");
+    let prefix = SeqLen::new(300, 300).with_prefix(10);
+    assert_eq!(plan(&p, &[prefix], Slower::Allow).unwrap_err().field, "seqs[0].prefix_len");
+}
+
+#[test]
+fn a_slower_kernel_runs_only_where_it_is_allowed_and_is_named() {
+    let contiguous = Problem { kv: KvLayout::Contiguous, ..paged(HeadShape::new(32, 8, 128)) };
+    let one = [SeqLen::extend(4095, 1)];
+    let refused = plan(&contiguous, &one, Slower::Refuse).unwrap_err();
+    assert_eq!((refused.field.as_str(), refused.asked.as_str()), ("kv", "contiguous"));
+    assert!(refused.supported.contains("Slower::Allow sends it to forward_causal"), "{refused}");
+    let text = plan(&contiguous, &one, Slower::Allow).unwrap().to_string();
+    assert!(text.contains("slower than decode, which refused kv = contiguous"), "{text}");
+    // Nothing is faster than the forward where its bits are asked for.
+    let invariant = Problem { batch_invariant: true, ..paged(HeadShape::new(32, 8, 128)) };
+    assert!(plan(&invariant, &one, Slower::Refuse).unwrap().to_string().contains("batch-invariant"));
+    // No other kernel takes codes: a refusal, whatever is allowed.
+    let codes =
+        Problem { kv_dtype: DType::I8, kv_scales: ScaleGrain::Token, ..paged(HeadShape::new(32, 8, 128)) };
+    assert!(plan(&codes, &one, Slower::Refuse).is_ok());
+    assert_eq!(plan(&codes, &[SeqLen::new(512, 512)], Slower::Allow).unwrap_err().field, "kv_dtype");
+}
+
+#[test]
+fn bias_and_dropout_have_a_build_of_their_own_and_fp8_rounds_q_first() {
+    let scores = Scores { bias: true, dropout: Some(0.1), ..Scores::default() };
+    let p = Problem { scores, kv: KvLayout::Contiguous, ..paged(HeadShape::new(8, 8, 64)) };
+    let text = plan(&p, &[SeqLen::new(512, 512)], Slower::Refuse).unwrap().to_string();
+    assert!(text.contains("forward_more (forward.cu), tile 128 x 128"), "{text}");
+    let fp8 = Problem { kv_dtype: DType::E4m3, kv: KvLayout::Contiguous, ..paged(HeadShape::new(8, 8, 256)) };
+    let planned = plan(&fp8, &[SeqLen::new(512, 512)], Slower::Refuse).unwrap();
+    assert!(planned.to_string().contains("quantise_q, forward_fp8_causal"), "{planned}");
+    assert!(planned.workspace_bytes() > (1 << 16) * 8 * 256);
+}
+
+#[test]
+fn long_sequences_read_k_and_v_once_a_round_of_blocks() {
+    let heads = HeadShape::new(16, 16, 128);
+    let p = Problem { mask: Mask::FULL, kv: KvLayout::Contiguous, ..paged(heads) };
+    let reads = |n: usize| {
+        let limits = Limits { max_seqs: 1, max_total_q: n, max_seqlen_k: n };
+        let mut plan = Plan::new(&p, Device::H200, limits, Slower::Refuse).unwrap();
+        plan.schedule(&[SeqLen::new(n, n)]).unwrap();
+        plan.predicted_device().device_read_bytes / (n * 16 * 128 * 2) as u64
+    };
+    assert_eq!(reads(32_768), 3, "q, k and v");
+    // 131,072 rows are 683 tiles a head, six rounds of 132 blocks.
+    assert_eq!(reads(131_072), 1 + 2 * 6);
+}
