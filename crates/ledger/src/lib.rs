@@ -7,6 +7,7 @@ pub mod entry;
 pub mod extra;
 pub mod kernel;
 pub mod machine;
+pub mod parallel;
 pub mod reconcile;
 pub mod report;
 pub mod shapes;

@@ -11,6 +11,7 @@ pub const ALLOWED: &[(&str, &[&str])] = &[
     ("base", &[]),
     ("ledger", &["base"]),
     ("attn", &["base", "ledger"]),
+    ("parallel", &["base", "ledger", "attn"]),
     ("cuda", &["base", "ledger", "attn"]),
     ("ops", &["base", "ledger"]),
     ("cache", &["base", "ledger"]),
