@@ -2,7 +2,8 @@
 """Attention alone on the CPU: `suanpan bench attn` beside PyTorch's scaled_dot_product_attention, same shapes, same threads, same run.
 
 usage: bench/attn_vs_torch.py OUT.json        (a Python with torch; first: cargo build --release)
-Writes input for `cargo xtask record`. Environment: SUANPAN_BIN, THREADS (2), LENGTHS (8192), REPEATS (3), ROUNDS (3).
+Writes input for `cargo xtask record`. Environment: SUANPAN_BIN, THREADS (2), LENGTHS (8192), HEAD_DIMS (64,128), HEADS (8), DECODE_KEYS (32768; 0 = none),
+REPEATS (3), ROUNDS (3).
 Shared machines change speed over minutes: each round measures both sides, and the medians over rounds are compared.
 """
 import json
@@ -19,6 +20,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BIN = os.environ.get("SUANPAN_BIN", str(ROOT / "target/release/suanpan"))
 THREADS = int(os.environ.get("THREADS", "2"))
 LENGTHS = os.environ.get("LENGTHS", "8192")
+HEAD_DIMS = os.environ.get("HEAD_DIMS", "64,128")
+HEADS = os.environ.get("HEADS", "8")
+DECODE_KEYS = os.environ.get("DECODE_KEYS", "32768")
 REPEATS = int(os.environ.get("REPEATS", "3"))
 ROUNDS = int(os.environ.get("ROUNDS", "3"))
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -52,7 +56,8 @@ def torch_ms(row):
 
 def one_round():
     """[(our row, peer ms or None)], in our order."""
-    command = [BIN, "bench", "attn", "--threads", str(THREADS), "--lengths", LENGTHS, "--repeats", str(REPEATS), "--json"]
+    command = [BIN, "bench", "attn", "--threads", str(THREADS), "--lengths", LENGTHS, "--head-dims", HEAD_DIMS,
+               "--prefill-heads", HEADS, "--decode-keys", DECODE_KEYS, "--repeats", str(REPEATS), "--json"]
     ours = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return [(row, torch_ms(row) if row["phase"] in ("prefill", "decode") else None) for row in ours]
 

@@ -105,11 +105,16 @@ def write(name, value):
     print(name, len(value))
 
 
-folder.mkdir(parents=True, exist_ok=True)
-for kind in ["smollm", "llama3"]:
-    tokenizer = small(kind)
-    tokenizer.encode_special_tokens = False
-    (folder / f"{kind}_small.json").write_text(tokenizer.to_str(pretty=False) + "\n")
-    write(f"{kind}_small.expected.json", expected(tokenizer, STRINGS))
-if len(sys.argv) > 1:
-    write("smollm2.expected.json", expected(from_gguf(sys.argv[1]), STRINGS))
+def main():
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind in ["smollm", "llama3"]:
+        tokenizer = small(kind)
+        tokenizer.encode_special_tokens = False
+        (folder / f"{kind}_small.json").write_text(tokenizer.to_str(pretty=False) + "\n")
+        write(f"{kind}_small.expected.json", expected(tokenizer, STRINGS))
+    if len(sys.argv) > 1:
+        write("smollm2.expected.json", expected(from_gguf(sys.argv[1]), STRINGS))
+
+
+if __name__ == "__main__":
+    main()

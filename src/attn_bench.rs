@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use half::bf16;
 use rayon::prelude::*;
-use suanpan_attn::cpu::stream;
+use suanpan_attn::cpu::probe;
 use suanpan_attn::quant::{Codes, Rows, quantize, scales_of};
 use suanpan_attn::reference::{self, Spec};
 use suanpan_attn::{Args, Extras, KvLayout, KvScales, Limits, Machine, Plan, Problem, Strides, Workspace};
@@ -16,6 +16,8 @@ use suanpan_ledger::AttnBooks;
 
 /// Fewest timed runs of a decode row.
 const MIN_DECODES: usize = 31;
+/// Steps of the multiply-add row: about a tenth of a second.
+const MULTIPLY_ADDS: u64 = 40_000_000;
 
 /// What to time.
 #[derive(Clone, Debug)]
@@ -28,7 +30,9 @@ pub struct Config {
     pub lengths: Vec<usize>,
     /// Head widths of the prefill rows.
     pub head_dims: Vec<usize>,
-    /// Keys of the decode rows.
+    /// Query and kv heads of the prefill rows.
+    pub prefill_heads: usize,
+    /// Keys of the decode rows; 0 leaves them and the streaming read out.
     pub decode_keys: usize,
     /// Bytes of the streaming read beside them; more than the caches hold.
     pub stream_bytes: usize,
@@ -41,6 +45,7 @@ impl Default for Config {
             repeats: 5,
             lengths: vec![1024, 4096, 8192],
             head_dims: vec![64, 128],
+            prefill_heads: 8,
             decode_keys: 32768,
             stream_bytes: 1 << 30,
         }
@@ -50,7 +55,7 @@ impl Default for Config {
 /// One timed row, with its conditions.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// `prefill`, `decode` or `stream read`.
+    /// `prefill`, `decode`, or what they are held against: `multiply-add` on registers, `stream read`.
     pub phase: &'static str,
     /// Instruction set.
     pub isa: &'static str,
@@ -126,7 +131,7 @@ pub fn run(config: &Config) -> Result<Vec<Row>, BadArgument> {
             for &d in &config.head_dims {
                 for causal in [false, true] {
                     for &s in &config.lengths {
-                        let heads = HeadShape::new(8, 8, d);
+                        let heads = HeadShape::new(config.prefill_heads, config.prefill_heads, d);
                         rows.push(time(
                             "prefill",
                             config,
@@ -140,6 +145,10 @@ pub fn run(config: &Config) -> Result<Vec<Row>, BadArgument> {
                     }
                 }
             }
+        }
+        rows.push(multiply_add(config, &machine));
+        if config.decode_keys == 0 {
+            return Ok(rows);
         }
         let (heads, len) = (HeadShape::new(32, 8, 128), SeqLen::extend(config.decode_keys - 1, 1));
         for page_size in [None, Some(16), Some(64)] {
@@ -265,7 +274,7 @@ impl Memory {
     fn scales(&self) -> KvScales<'_> {
         match self {
             Memory::Quantised { k, v, scale_strides: s, .. } => {
-                KvScales { k: &k.1, k_strides: *s, v: &v.1, v_strides: *s }
+                KvScales { k: Buf::F32(&k.1), k_strides: *s, v: Buf::F32(&v.1), v_strides: *s }
             }
             _ => KvScales::default(),
         }
@@ -347,10 +356,11 @@ impl Subject {
         let mut worst = 0.0f64;
         for head in [0, h.num_q_heads - 1] {
             let (kv_head, scales) = (head / h.group_size(), self.memory.scales());
-            let rows = |(buf, strides): (Buf<'_>, Strides), scales: &[f32], s: Strides| -> Vec<f64> {
+            let rows = |(buf, strides): (Buf<'_>, Strides), scales: Buf<'_>, s: Strides| -> Vec<f64> {
                 let element = |j: usize, x: usize| {
-                    let scale = scales.get(j * s.token + kv_head * s.head).map_or(1.0, |&s| f64::from(s));
-                    scale * f64::from(buf.get(self.memory.row(strides, kv_head, j) + x))
+                    let at = j * s.token + kv_head * s.head;
+                    let scale = if scales.is_empty() { 1.0 } else { scales.get(at) };
+                    f64::from(scale) * f64::from(buf.get(self.memory.row(strides, kv_head, j) + x))
                 };
                 (0..self.len.seqlen_k * d).map(|x| element(x / d, x % d)).collect()
             };
@@ -412,6 +422,43 @@ fn time(
     Ok(Row { phase, isa, threads, heads, dtype, kv_dtype, causal, len, page_size, seconds: median(seconds), predicted, error })
 }
 
+/// Multiply-adds on the registers of all threads: the rate that prefill is held against.
+fn multiply_add(config: &Config, machine: &Machine) -> Row {
+    let (mut seconds, mut flops) = (Vec::new(), 0);
+    for _ in 0..config.repeats.max(1) {
+        let start = Instant::now();
+        flops = (0..config.threads)
+            .into_par_iter()
+            .with_max_len(1)
+            .map(|_| {
+                let (kept, flops) = probe::multiply_add(machine, MULTIPLY_ADDS);
+                black_box(kept);
+                flops
+            })
+            .sum();
+        seconds.push(start.elapsed().as_secs_f64());
+    }
+    beside("multiply-add", machine, seconds, AttnBooks { flops, ..AttnBooks::default() })
+}
+
+/// A row that no attention call is in.
+fn beside(phase: &'static str, machine: &Machine, seconds: Vec<f64>, predicted: AttnBooks) -> Row {
+    Row {
+        phase,
+        isa: machine.isa().name(),
+        threads: machine.threads(),
+        heads: HeadShape::new(1, 1, 1),
+        dtype: DType::F32,
+        kv_dtype: DType::F32,
+        causal: false,
+        len: SeqLen::new(0, 0),
+        page_size: None,
+        seconds: median(seconds),
+        predicted,
+        error: 0.0,
+    }
+}
+
 /// A plain read of cache pages by all threads: the bandwidth that decode is held against.
 fn stream(config: &Config, machine: &Machine) -> Result<Row, BadArgument> {
     let (page_size, dtype) = (16, DType::F32);
@@ -428,24 +475,12 @@ fn stream(config: &Config, machine: &Machine) -> Result<Row, BadArgument> {
     let mut seconds = Vec::new();
     for _ in 0..config.repeats.max(1) {
         let start = Instant::now();
-        let sum: f32 = data.par_chunks(part).map(|x| stream::read(machine, x)).sum();
+        let sum: f32 = data.par_chunks(part).map(|x| probe::read(machine, x)).sum();
         black_box(sum);
         seconds.push(start.elapsed().as_secs_f64());
     }
-    Ok(Row {
-        phase: "stream read",
-        isa: machine.isa().name(),
-        threads: config.threads,
-        heads: HeadShape::new(1, 1, 1),
-        dtype,
-        kv_dtype: dtype,
-        causal: false,
-        len: SeqLen::new(0, 0),
-        page_size: None,
-        seconds: median(seconds),
-        predicted: AttnBooks { kv_read_bytes: size_of_val(data) as u64, ..AttnBooks::default() },
-        error: 0.0,
-    })
+    let predicted = AttnBooks { kv_read_bytes: size_of_val(data) as u64, ..AttnBooks::default() };
+    Ok(beside("stream read", machine, seconds, predicted))
 }
 
 #[cfg(test)]
@@ -459,12 +494,13 @@ mod tests {
             repeats: 1,
             lengths: vec![100],
             head_dims: vec![64],
+            prefill_heads: 8,
             decode_keys: 700,
             stream_bytes: 1 << 20,
         };
         let rows = run(&config).unwrap();
-        assert_eq!(rows.len(), 2 * 2 + 3 + 2 + 1);
-        assert!(rows.iter().all(|r| r.seconds > 0.0 && r.gbytes() > 0.0));
+        assert_eq!(rows.len(), 2 * 2 + 1 + 3 + 2 + 1);
+        assert!(rows.iter().all(|r| r.seconds > 0.0 && (r.gbytes() > 0.0 || r.gflops() > 0.0)));
         assert!(rows[0].to_string().contains("GFLOP/s"), "{}", rows[0]);
     }
 }

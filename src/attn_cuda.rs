@@ -286,7 +286,7 @@ fn time(
 ) -> Result<Row, Error> {
     let subject = Subject::new(gpu, &problem, batch, len)?;
     let ws = Workspace::new(gpu, &subject.plan)?;
-    let bound = Bound::new(&subject.plan, &subject.args(), &ws)?;
+    let bound = Bound::new(gpu, &subject.plan, &subject.args(), &ws)?;
     // SAFETY: the buffers of `subject` and `ws` cover the call and outlive every wait below.
     let launch = || unsafe { bound.launch(gpu) };
     launch()?;

@@ -35,7 +35,10 @@ struct AttnArgs {
     /// Head widths of the prefill rows.
     #[arg(long, value_delimiter = ',', default_values_t = Config::default().head_dims)]
     head_dims: Vec<usize>,
-    /// Keys of the decode row.
+    /// Query and kv heads of the prefill rows.
+    #[arg(long, default_value_t = Config::default().prefill_heads)]
+    prefill_heads: usize,
+    /// Keys of the decode rows; 0 leaves them out.
     #[arg(long, default_value_t = Config::default().decode_keys)]
     decode_keys: usize,
     /// Timed runs a row; the median counts.
@@ -147,6 +150,7 @@ fn attn(args: &AttnArgs) -> anyhow::Result<()> {
     let mut config = Config {
         lengths: args.lengths.clone(),
         head_dims: args.head_dims.clone(),
+        prefill_heads: args.prefill_heads,
         decode_keys: args.decode_keys,
         repeats: args.repeats,
         ..Config::default()
@@ -304,6 +308,8 @@ fn lane(args: &ModelArgs) -> anyhow::Result<Lane> {
         ExecOptions {
             precision: options.precision,
             kv_dtype: options.kv_cache_dtype,
+            kv_spared: options.kv_cache_dtype_skip_layers,
+            batch_invariant: options.batch_invariant,
             threads,
             max_tokens: options.max_num_batched_tokens,
             max_seqs: 1,

@@ -61,7 +61,7 @@ fn question(engine: &EngineHandle, hay: &Haystack, i: usize, show_bar: bool) -> 
     let max_tokens = hay.answer(i).len() + 2;
     let params =
         SamplingParams { temperature: 0.0, max_tokens: Some(max_tokens), ..SamplingParams::default() };
-    let request = Request { id: format!("question-{i}"), prompt, params, namespace: 0 };
+    let request = Request { id: format!("question-{i}"), prompt, params, ..Request::default() };
     let bar = show_bar.then(engine_flags::prefill_bar);
     let answer = ask::ask(engine, request, |progress| {
         if let (Some(bar), Progress::Prefill { computed, known }) = (&bar, progress) {
@@ -132,7 +132,7 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
     let longest = (0..args.facts).map(|i| hay.question(i).len() + hay.answer(i).len() + 2).max().unwrap_or(0);
     let wanted = (hay.text.len() + longest).max(model.config.max_position_embeddings.min(131_072));
     options.max_model_len = options.max_model_len.or(Some(wanted));
-    let engine = engine_flags::start(&model, options, args.facts)?;
+    let engine = engine_flags::start(&model, options, args.engine.disk(), args.facts)?;
     if !args.json {
         println!(
             "{MODEL}: {} tokens of context, {} facts\n{}\n",

@@ -58,16 +58,24 @@ fn features(machine: &Machine) -> Vec<Feature> {
             true,
             format!("{}; --dtype float32 turns them off", suanpan_ops::isa::Isa::best().name()),
         ),
-        feature("paged KV cache", true, "f32 and bf16 pages; --kv-cache-dtype chooses".into()),
+        feature(
+            "paged KV cache",
+            true,
+            "f32, bf16, f16, fp8_e4m3, int8 and int4 pages; --kv-cache-dtype chooses".into(),
+        ),
         feature(
             "prefix cache",
             true,
-            "whole pages, exact tokens; --no-enable-prefix-caching turns it off".into(),
+            "to the token, exact comparison; --no-enable-prefix-caching turns it off".into(),
         ),
         feature("hf: models", true, hub),
         feature("cuda", false, cuda()),
         feature("mpi", false, "this version has no parallel room".into()),
-        feature("quantised KV cache", false, "this version stores keys and values in f32 or bf16".into()),
+        feature(
+            "quantised KV cache",
+            true,
+            "--kv-cache-dtype; `suanpan eval kv-error` says what a type loses".into(),
+        ),
     ]
 }
 

@@ -65,7 +65,7 @@ fn prompt_tokens(args: &GenerateArgs, model: &Model) -> anyhow::Result<Vec<u32>>
 pub fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     let model = engine_flags::load(&args.model)?;
     let prompt = prompt_tokens(args, &model)?;
-    let engine = engine_flags::start(&model, args.engine.options(&args.model)?, 1)?;
+    let engine = engine_flags::start(&model, args.engine.options(&args.model)?, args.engine.disk(), 1)?;
     let params = SamplingParams {
         temperature: args.temperature,
         top_p: args.top_p,
@@ -76,7 +76,7 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         ignore_eos: args.ignore_eos,
         ..SamplingParams::default()
     };
-    let request = Request { id: "generate".into(), prompt, params, namespace: 0 };
+    let request = Request { id: "generate".into(), prompt, params, ..Request::default() };
     let bar = engine_flags::prefill_bar();
     let mut out = std::io::stdout();
     let answer = ask::ask(&engine, request, |progress| match progress {

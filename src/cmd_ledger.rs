@@ -44,6 +44,9 @@ struct KernelArgs {
     /// Width of a value and an output [default: --head-dim].
     #[arg(long)]
     head_dim_v: Option<usize>,
+    /// A value is the first --head-dim-v elements of its key and is loaded once (latent attention, MLA).
+    #[arg(long)]
+    values_in_keys: bool,
     /// Element type: f32, bf16 or f16.
     #[arg(long, default_value = "bf16")]
     dtype: DType,
@@ -65,7 +68,7 @@ struct KernelArgs {
 struct CacheArgs {
     /// A model file or folder, builtin:recall, hf:owner/name, or a named shape such as llama-3.1-8b.
     #[arg(long, required_unless_present_all = ["layers", "kv_heads", "head_dim"],
-          conflicts_with_all = ["layers", "heads", "kv_heads", "head_dim", "head_dim_v", "window"])]
+          conflicts_with_all = ["layers", "heads", "kv_heads", "head_dim", "head_dim_v", "values_in_keys", "window"])]
     model: Option<String>,
     /// Layers.
     #[arg(long, requires_all = ["kv_heads", "head_dim"])]
@@ -82,6 +85,9 @@ struct CacheArgs {
     /// Width of a value [default: --head-dim].
     #[arg(long, requires = "layers")]
     head_dim_v: Option<usize>,
+    /// A value is the first --head-dim-v elements of its key and is stored once (latent attention, MLA).
+    #[arg(long, requires = "layers")]
+    values_in_keys: bool,
     /// Every layer sees this many keys, the query's own included.
     #[arg(long, requires = "layers")]
     window: Option<usize>,
@@ -137,6 +143,7 @@ impl KernelArgs {
             num_kv_heads: self.kv_heads.unwrap_or(self.heads),
             head_dim_qk: self.head_dim,
             head_dim_v: self.head_dim_v.unwrap_or(self.head_dim),
+            values_in_keys: self.values_in_keys,
         };
         let len = SeqLen::new(self.seqlen_q, self.seqlen_k);
         KernelRequest { heads, mask, len, dtype: self.dtype, tile_q: self.tile_q }.report()
@@ -173,6 +180,7 @@ impl CacheArgs {
             num_kv_heads: kv_heads,
             head_dim_qk,
             head_dim_v: self.head_dim_v.unwrap_or(head_dim_qk),
+            values_in_keys: self.values_in_keys,
         };
         Ok(("the given shape".into(), vec![CacheLayer { heads, window: self.window }; layers]))
     }

@@ -65,7 +65,7 @@ pub fn run(args: ServeArgs) -> anyhow::Result<()> {
     }
     let options = args.engine.options(&spec)?;
     let max_requests = options.max_num_seqs.saturating_add(args.max_queue);
-    let engine = engine_flags::start(&model, options, max_requests)?;
+    let engine = engine_flags::start(&model, options, args.engine.disk(), max_requests)?;
     let names =
         if args.served_model_name.is_empty() { vec![spec.clone()] } else { args.served_model_name.clone() };
     let server = ServerOptions {
@@ -127,7 +127,7 @@ fn engine_facts(engine: &EngineHandle, options: &EngineOptions, max_requests: us
         true => Capability::new(
             "prefix_caching",
             true,
-            "whole pages, exact tokens, apart for each API key and cache_salt",
+            "to the token, exact comparison, apart for each API key and cache_salt",
         ),
         false => Capability::new("prefix_caching", false, "turned off by --no-enable-prefix-caching"),
     };

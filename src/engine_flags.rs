@@ -1,13 +1,18 @@
 //! Flags that every command with an engine shares, and what they mean for its options. Also loading with a progress bar.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use suanpan_base::DType;
-use suanpan_engine::{Engine, EngineHandle, EngineOptions, HandleOptions};
+use suanpan_cache::{EvictionPolicy, LayerSet};
+use suanpan_engine::{DiskOptions, Engine, EngineHandle, EngineOptions, HandleOptions};
 use suanpan_model::{LoadOptions, LoadProgress, LoadStage, Model};
 use suanpan_ops::Precision;
+
+/// Host memory for pages on their way to and from disk: a prompt of 8k tokens of a small model.
+const KV_STAGING_BYTES: u64 = 512 << 20;
 
 /// What is multiplied in which type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -31,6 +36,16 @@ pub enum KvCacheDtype {
     /// bf16.
     #[value(name = "bf16", alias = "bfloat16")]
     Bf16,
+    /// f16.
+    #[value(name = "f16", alias = "float16")]
+    F16,
+    /// FP8 E4M3 with a scale a token and kv head.
+    #[value(name = "fp8_e4m3", alias = "fp8")]
+    E4m3,
+    /// 8-bit integers with a scale a token and kv head.
+    Int8,
+    /// 4-bit integers with a scale a token and kv head.
+    Int4,
 }
 
 /// Flags of the engine, named as vLLM names them.
@@ -48,6 +63,15 @@ pub struct EngineFlags {
     /// How keys and values are stored.
     #[arg(long, value_enum, default_value = "auto")]
     pub kv_cache_dtype: KvCacheDtype,
+    /// Layers that store bf16 all the same, where the type has fewer bits: numbers and ranges, as in 0,1,28-29.
+    #[arg(long)]
+    pub kv_cache_dtype_skip_layers: Option<LayerSet>,
+    /// Logits whose bits do not depend on what is cached, chunked or batched around a request; slower.
+    #[arg(long)]
+    pub batch_invariant: bool,
+    /// Which cached prefixes go first when pages are needed: lru, lfu or priority (`cache_priority` of a request).
+    #[arg(long, default_value_t = EvictionPolicy::Lru)]
+    pub prefix_cache_eviction: EvictionPolicy,
     /// Bytes of the KV cache [default: room for four requests of full length, at most a quarter of memory].
     #[arg(long)]
     pub kv_cache_memory_bytes: Option<u64>,
@@ -66,12 +90,25 @@ pub struct EngineFlags {
     /// Compute every prompt whole. The last of the two flags counts.
     #[arg(long, overrides_with = "enable_prefix_caching")]
     pub no_enable_prefix_caching: bool,
+    /// A folder for pages below the memory's: finished prompts are kept there and survive a restart; loaded where that is faster than
+    /// computing them.
+    #[arg(long)]
+    pub kv_disk_path: Option<PathBuf>,
+    /// Bytes kept in that folder.
+    #[arg(long, default_value_t = 8 << 30, requires = "kv_disk_path")]
+    pub kv_disk_bytes: u64,
     /// Threads of the model [default: one for each core].
     #[arg(long)]
     pub threads: Option<usize>,
 }
 
 impl EngineFlags {
+    /// The pages on disk, if any.
+    pub fn disk(&self) -> Option<DiskOptions> {
+        let folder = self.kv_disk_path.clone()?;
+        Some(DiskOptions { folder, capacity_bytes: self.kv_disk_bytes, staging_bytes: KV_STAGING_BYTES })
+    }
+
     /// Options for the model named by `spec`.
     pub fn options(&self, spec: &str) -> anyhow::Result<EngineOptions> {
         let exact = self.dtype == Dtype::Float32 || spec.starts_with("builtin:");
@@ -87,7 +124,14 @@ impl EngineFlags {
                 KvCacheDtype::Auto if exact => DType::F32,
                 KvCacheDtype::Auto | KvCacheDtype::Bf16 => DType::Bf16,
                 KvCacheDtype::F32 => DType::F32,
+                KvCacheDtype::F16 => DType::F16,
+                KvCacheDtype::E4m3 => DType::E4m3,
+                KvCacheDtype::Int8 => DType::I8,
+                KvCacheDtype::Int4 => DType::I4,
             },
+            kv_cache_dtype_skip_layers: self.kv_cache_dtype_skip_layers.unwrap_or_default(),
+            batch_invariant: self.batch_invariant,
+            prefix_cache_eviction: self.prefix_cache_eviction,
             kv_cache_memory_bytes: self.kv_cache_memory_bytes,
             num_pages_override: self.num_gpu_blocks_override,
             threads: self.threads.unwrap_or(0),
@@ -121,9 +165,13 @@ pub fn load(spec: &str) -> anyhow::Result<Arc<Model>> {
 pub fn start(
     model: &Arc<Model>,
     options: EngineOptions,
+    disk: Option<DiskOptions>,
     max_requests: usize,
 ) -> anyhow::Result<EngineHandle> {
-    let engine = Engine::new(Arc::clone(model), options)?;
+    let mut engine = Engine::new(Arc::clone(model), options)?;
+    if let Some(disk) = disk {
+        engine = engine.with_disk(&disk)?;
+    }
     EngineHandle::spawn(engine, HandleOptions { max_requests }).context("starting the engine's thread")
 }
 

@@ -7,7 +7,9 @@ mod attn_cuda;
 mod cmd_bench;
 mod cmd_demo;
 mod cmd_doctor;
+mod cmd_eval;
 mod cmd_generate;
+mod cmd_inspect;
 mod cmd_ledger;
 mod cmd_serve;
 mod engine_flags;
@@ -32,10 +34,14 @@ enum Command {
     Generate(cmd_generate::GenerateArgs),
     /// Serve a model over OpenAI's HTTP API.
     Serve(cmd_serve::ServeArgs),
+    /// What a model's files say: config, positions, bytes a token, tensors, tokenizer, template.
+    Inspect(cmd_inspect::InspectArgs),
     /// What attention or a KV cache should compute, move and hold.
     Ledger(cmd_ledger::LedgerArgs),
     /// Measure kernels or a whole model, with the answer checked first.
     Bench(cmd_bench::BenchArgs),
+    /// What a choice loses in quality, beside what it gains.
+    Eval(cmd_eval::EvalArgs),
     /// Each feature of this binary on this machine: active or not, and why.
     Doctor(cmd_doctor::DoctorArgs),
 }
@@ -45,8 +51,10 @@ fn main() -> ExitCode {
         Command::Demo(args) => cmd_demo::run(&args),
         Command::Generate(args) => cmd_generate::run(&args),
         Command::Serve(args) => cmd_serve::run(args),
+        Command::Inspect(args) => cmd_inspect::run(&args),
         Command::Ledger(args) => cmd_ledger::run(&args),
         Command::Bench(args) => cmd_bench::run(&args),
+        Command::Eval(args) => cmd_eval::run(&args),
         Command::Doctor(args) => cmd_doctor::run(&args),
     };
     match result {

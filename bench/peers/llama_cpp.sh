@@ -34,6 +34,8 @@ build() {
   nice -n 10 cmake --build "$build" --config Release -j "${JOBS:-2}" --target llama llama-bench
   g++ -O2 -std=c++17 -I"$src/include" -I"$src/ggml/include" -o "$build/bin/logits_llama_cpp" \
     "$root/bench/peers/logits_llama_cpp.cpp" -L"$build/bin" -lllama -lggml -lggml-base -lggml-cpu -Wl,-rpath,"$build/bin"
+  g++ -O2 -std=c++17 -I"$src/include" -I"$src/ggml/include" -o "$build/bin/positions_llama_cpp" \
+    "$root/bench/peers/positions_llama_cpp.cpp" -L"$build/bin" -lllama -lggml -lggml-base -lggml-cpu -Wl,-rpath,"$build/bin"
 }
 
 # One llama-bench run a phase, each under the lock if one is named, so that others wait for seconds and not for minutes.

@@ -8,8 +8,11 @@ use suanpan_model::rope::inv_freq;
 fuzz_target!(|data: &[u8]| {
     let Ok(mut config) = config("config.json", data, "fuzz") else { return };
     assert!(config.check().is_ok());
-    if config.heads.head_dim_qk <= 4096 {
-        assert_eq!(inv_freq(&config.rope, config.heads.head_dim_qk).len(), config.heads.head_dim_qk / 2);
+    if config.rotary_dim <= 4096 {
+        for rope in &config.ropes {
+            let freq = inv_freq(rope, config.rotary_dim, config.max_position_embeddings);
+            assert!(freq.len() == config.rotary_dim / 2 && freq.iter().all(|f| f.is_finite() && *f >= 0.0));
+        }
     }
     let _ = apply_generation_config(&mut config, "generation_config.json", data);
 });

@@ -141,9 +141,11 @@ impl Subject {
             q: self.q.buf(),
             q_strides: strides,
             k: self.k.buf(),
-            k_strides: strides,
+            k_strides: strides.into(),
             v: self.v.buf(),
-            v_strides: strides,
+            v_strides: strides.into(),
+            page_table: &[],
+            page_table_stride: 0,
             out: self.out.buf(),
             out_strides: strides,
             lse: &self.lse,
@@ -153,9 +155,9 @@ impl Subject {
             dq: self.dq.buf_mut(),
             dq_strides: strides,
             dk: self.dk.buf_mut(),
-            dk_strides: strides,
+            dk_strides: strides.into(),
             dv: self.dv.buf_mut(),
-            dv_strides: strides,
+            dv_strides: strides.into(),
         };
         run_backward(&self.plan, args, &mut self.ws, std::slice::from_mut(&mut books)).expect("a valid call");
         books

@@ -12,7 +12,7 @@ use suanpan_attn::{
 use suanpan_base::{BadArgument, Buf, BufMut, DType, HeadShape, Mask, ScaleGrain, SeqLen};
 use suanpan_ledger::AttnBooks;
 
-const HEADS: HeadShape = HeadShape { num_q_heads: 32, num_kv_heads: 8, head_dim_qk: 128, head_dim_v: 128 };
+const HEADS: HeadShape = HeadShape::new(32, 8, 128);
 
 /// One type with its buffers. Bytes are random; every pattern that is not a number is left out.
 struct Subject {
@@ -110,9 +110,9 @@ impl Subject {
             page_table: &self.table,
             page_table_stride: self.table.len(),
             kv_scales: KvScales {
-                k: &self.numbers,
+                k: Buf::F32(&self.numbers),
                 k_strides: self.scale_strides,
-                v: &self.numbers,
+                v: Buf::F32(&self.numbers),
                 v_strides: self.scale_strides,
             },
             extras: Extras::default(),

@@ -33,7 +33,7 @@ impl Subject {
         let ws = Workspace::for_plans(&[&plan]);
         let h = problem.heads;
         let rows = len.seqlen_q * h.num_q_heads;
-        let kv = len.seqlen_k * h.num_kv_heads * (h.head_dim_qk + h.head_dim_v);
+        let kv = len.seqlen_k * h.num_kv_heads * h.kv_width();
         let mut x = 1u32;
         let mut next = move || {
             x ^= x << 13;
@@ -61,12 +61,11 @@ impl Subject {
         let h = problem.heads;
         let (keys, values) = match problem.kv_dtype {
             DType::Bf16 => {
-                let (k, v) = self.kv.split_at(self.kv.len() / (h.head_dim_qk + h.head_dim_v) * h.head_dim_qk);
+                let (k, v) = self.kv.split_at(self.kv.len() / h.kv_width() * h.head_dim_qk);
                 (Buf::Bf16(k), Buf::Bf16(v))
             }
             _ => {
-                let (k, v) =
-                    self.wide.split_at(self.wide.len() / (h.head_dim_qk + h.head_dim_v) * h.head_dim_qk);
+                let (k, v) = self.wide.split_at(self.wide.len() / h.kv_width() * h.head_dim_qk);
                 (Buf::F32(k), Buf::F32(v))
             }
         };
@@ -134,6 +133,13 @@ fn rows() -> Vec<(String, SeqLen, Problem, Problem)> {
     for n in [4096, 32_768, 131_072] {
         let other = Problem { batch_invariant: true, ..bf16 };
         row("decode batch-invariant", SeqLen::extend(n - 1, 1), bf16, other);
+    }
+    // Absorbed latent attention of DeepSeek-V2-Lite and V3, against keys and values stored apart.
+    for num_q_heads in [16, 128] {
+        let apart = HeadShape::with_widths(num_q_heads, 1, 576, 512);
+        let heads = HeadShape { values_in_keys: true, ..apart };
+        let plain = Problem { heads: apart, ..bf16 };
+        row("decode values in keys", SeqLen::extend(32_767, 1), plain, Problem { heads, ..bf16 });
     }
     let scores = Scores::default();
     for (name, scores) in [

@@ -61,6 +61,9 @@ pub(crate) fn check(
     {
         return Err(refuse("max_scores length", max.len(), format!("num_q_heads = {}", h.num_q_heads)));
     }
+    if h.values_in_keys {
+        check_no_values(args)?;
+    }
     let asked = Asked { op: OP, problem: p, total_q: n };
     asked.check(&args.extras, plan.seqs.iter().map(|s| s.len))?;
     crate::scales::check_numbers(plan, args)?;
@@ -68,6 +71,16 @@ pub(crate) fn check(
         KvLayout::Contiguous => check_contiguous(plan, args),
         KvLayout::Paged { page_size } => check_paged(plan, args, page_size),
     }
+}
+
+/// Values that lie in keys come with them.
+fn check_no_values(args: &Args<'_>) -> Result<(), BadArgument> {
+    for (field, len) in [("v length", args.v.len()), ("v_scales length", args.kv_scales.v.len())] {
+        if len > 0 {
+            return Err(refuse(field, len, "0: the plan's values lie in keys"));
+        }
+    }
+    Ok(())
 }
 
 fn check_dtype(field: &str, got: DType, want: DType) -> Result<(), BadArgument> {
@@ -114,55 +127,64 @@ pub(crate) fn check_disjoint(
     heads: usize,
     width: usize,
 ) -> Result<(), BadArgument> {
-    if rows_are_disjoint(strides, tokens, heads, width) {
+    if rows_are_disjoint([(tokens, strides.0), (heads, strides.1)], width) {
         return Ok(());
     }
     let asked = format!("(token {}, head {})", strides.0, strides.1);
     Err(refuse("out strides", asked, format!("rows of {width} elements that do not overlap")))
 }
 
-/// Whether no two of `tokens` × `heads` rows of `width` elements share an element.
-pub(crate) fn rows_are_disjoint(
-    (token, head): (usize, usize),
-    tokens: usize,
-    heads: usize,
-    width: usize,
-) -> bool {
-    let nested = |inner: usize, n_inner: usize, outer: usize, n_outer: usize| {
-        let inner_ok = n_inner == 1 || inner >= width;
-        let span = (n_inner - 1).checked_mul(inner).and_then(|x| x.checked_add(width));
-        inner_ok && (n_outer == 1 || span.is_some_and(|s| outer >= s))
-    };
-    tokens == 0 || nested(head, heads, token, tokens) || nested(token, tokens, head, heads)
+/// Whether no two rows of `width` elements share an element, one row for each index into the dimensions (count, stride).
+pub(crate) fn rows_are_disjoint<const N: usize>(mut dims: [(usize, usize); N], width: usize) -> bool {
+    if dims.iter().any(|&(count, _)| count == 0) {
+        return true;
+    }
+    dims.sort_unstable_by_key(|&(_, stride)| stride);
+    let mut span = Some(width);
+    dims.iter().filter(|&&(count, _)| count > 1).all(|&(count, stride)| {
+        let apart = span.is_some_and(|span| stride >= span);
+        span = span.and_then(|span| (count - 1).checked_mul(stride)?.checked_add(span));
+        apart
+    })
 }
 
 fn check_contiguous(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgument> {
     let (h, n) = (plan.problem.heads, plan.total_k);
     let kv = h.num_kv_heads;
     check_extent("k", args.k.len(), &[(n, args.k_strides.token), (kv, args.k_strides.head)], h.head_dim_qk)?;
+    if h.values_in_keys {
+        return Ok(());
+    }
     check_extent("v", args.v.len(), &[(n, args.v_strides.token), (kv, args.v_strides.head)], h.head_dim_v)
 }
 
 fn check_paged(plan: &Plan, args: &Args<'_>, page_size: usize) -> Result<(), BadArgument> {
     let h = plan.problem.heads;
-    let pages = |field: &str, len: usize, s: Strides, width: usize| -> Result<usize, BadArgument> {
-        let page = [(page_size, s.token), (h.num_kv_heads, s.head)];
-        let one = extent(&page, width)
-            .ok_or_else(|| refuse(format!("{field} strides"), format!("{s:?}"), "offsets below 2^64"))?;
-        // Whole pages that the buffer holds under these strides.
-        Ok(if len < one {
-            0
-        } else {
-            (len - one).checked_div(s.page).map_or(usize::MAX, |n| n.saturating_add(1))
-        })
+    let pages = |field: &str, len: usize, s: Strides, width: usize| {
+        whole_pages(len, s, (page_size, h.num_kv_heads, width))
+            .ok_or_else(|| refuse(format!("{field} strides"), format!("{s:?}"), "offsets below 2^64"))
     };
     let k_pages = pages("k", args.k.len(), args.k_strides, h.head_dim_qk)?;
-    let v_pages = pages("v", args.v.len(), args.v_strides, h.head_dim_v)?;
+    let v_pages = match h.values_in_keys {
+        true => k_pages,
+        false => pages("v", args.v.len(), args.v_strides, h.head_dim_v)?,
+    };
     let (k_pages, v_pages) = crate::scales::pages_with_scales(plan, args, (k_pages, v_pages));
     for (i, seq) in plan.seqs.iter().enumerate() {
         check_table_row(plan, args, page_size, i, seq, k_pages.min(v_pages))?;
     }
     Ok(())
+}
+
+/// Whole pages of (tokens, heads, width) that a buffer of `len` elements holds under strides `s`; `None` where a page is past `usize`.
+pub(crate) fn whole_pages(
+    len: usize,
+    s: Strides,
+    (page_size, heads, width): (usize, usize, usize),
+) -> Option<usize> {
+    let one = extent(&[(page_size, s.token), (heads, s.head)], width)?;
+    let Some(rest) = len.checked_sub(one) else { return Some(0) };
+    Some(rest.checked_div(s.page).map_or(usize::MAX, |n| n.saturating_add(1)))
 }
 
 fn check_table_row(
@@ -173,22 +195,11 @@ fn check_table_row(
     seq: &Seq,
     num_pages: usize,
 ) -> Result<(), BadArgument> {
-    let needed = seq.len.seqlen_k.div_ceil(page_size);
-    if needed == 0 || seq.len.seqlen_q == 0 {
+    if seq.len.seqlen_k == 0 || seq.len.seqlen_q == 0 {
         return Ok(());
     }
-    if needed > args.page_table_stride {
-        let capacity = args.page_table_stride.saturating_mul(page_size);
-        let supported = format!("at most {capacity} tokens: {} pages of {page_size}", args.page_table_stride);
-        return Err(refuse(format!("seqs[{i}].seqlen_k"), seq.len.seqlen_k, supported));
-    }
-    let end = i.checked_mul(args.page_table_stride).and_then(|x| x.checked_add(needed));
-    let Some(end) = end.filter(|&e| e <= args.page_table.len()) else {
-        let supported = format!("{needed} ids in row {i} of stride {}", args.page_table_stride);
-        return Err(refuse("page_table length", args.page_table.len(), supported));
-    };
     // Only pages with a visible key are ever read; what stands elsewhere in the table is nobody's business.
-    let row = &args.page_table[end - needed..end];
+    let row = table_row(OP, (args.page_table, args.page_table_stride), (i, seq.len.seqlen_k), page_size)?;
     let hull = plan.problem.mask.visible_hull(seq.len, 0..seq.len.seqlen_q);
     for keys in hull.pieces().into_iter().filter(|keys| !keys.is_empty()) {
         for at in keys.start / page_size..(keys.end - 1) / page_size + 1 {
@@ -201,4 +212,24 @@ fn check_table_row(
         }
     }
     Ok(())
+}
+
+/// The ids of a sequence's pages, in the name of `op`.
+pub(crate) fn table_row<'a>(
+    op: &'static str,
+    (table, stride): (&'a [u32], usize),
+    (seq, seqlen_k): (usize, usize),
+    page_size: usize,
+) -> Result<&'a [u32], BadArgument> {
+    let needed = seqlen_k.div_ceil(page_size);
+    if needed > stride {
+        let supported =
+            format!("at most {} tokens: {stride} pages of {page_size}", stride.saturating_mul(page_size));
+        return Err(BadArgument::new(op, format!("seqs[{seq}].seqlen_k"), seqlen_k, supported));
+    }
+    let end = seq.checked_mul(stride).and_then(|x| x.checked_add(needed));
+    end.and_then(|end| table.get(end - needed..end)).ok_or_else(|| {
+        let supported = format!("{needed} ids in row {seq} of stride {stride}");
+        BadArgument::new(op, "page_table length", table.len(), supported)
+    })
 }

@@ -227,7 +227,8 @@ impl Plan {
         let (p, Seq { len, q_start, .. }) = (&self.problem, self.seqs[seq]);
         let seen = |head: usize, row: usize, key: usize| extras.sees(p, (seq, len, q_start), head, row, key);
         let tile = (self.tile_q_for(len), KEY_BLOCK);
-        let stored = (p.kv_dtype, p.kv_scales, crate::scales::page_size_of(p));
+        let scale_bytes = p.kv_scale_dtype.bytes_of(1);
+        let stored = (p.kv_dtype, p.kv_scales, crate::scales::page_size_of(p), scale_bytes);
         kernel::attention_books_seen(p.heads, p.mask, len, stored, tile, seen)
     }
 
@@ -256,7 +257,7 @@ impl Plan {
             return 1;
         }
         let h = self.problem.heads;
-        let block = self.problem.kv_dtype.bytes_of(KEY_BLOCK * (h.head_dim_qk + h.head_dim_v));
+        let block = self.problem.kv_dtype.bytes_of(KEY_BLOCK * h.kv_width());
         let rows = (len.seqlen_q * h.group_size()).max(1);
         let most = (DIRECT_BLOCK_BYTES / block).min(DIRECT_TASK_ROWS / rows).clamp(1, h.num_kv_heads);
         let tasks = (TASKS_A_THREAD * self.machine.threads()).div_ceil(splits).clamp(1, h.num_kv_heads);
@@ -365,11 +366,12 @@ impl fmt::Display for Plan {
         };
         writeln!(
             f,
-            "attention: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {} ({}), {}{narrowed}{}, {}; {}",
+            "attention: {} query heads over {} kv heads, head_dim {}/{}{}, q {}, kv {} ({}), {}{narrowed}{}, {}; {}",
             h.num_q_heads,
             h.num_kv_heads,
             h.head_dim_qk,
             h.head_dim_v,
+            if h.values_in_keys { " (values in keys, loaded once)" } else { "" },
             p.q_dtype,
             p.kv_dtype,
             p.kv_scales,

@@ -120,6 +120,8 @@ pub struct Problem {
     pub kv_dtype: DType,
     /// Which of them share a scale; only types of 8 bits and fewer take scales.
     pub kv_scales: ScaleGrain,
+    /// Element type of the scales: f32 or bf16.
+    pub kv_scale_dtype: DType,
     /// Contiguous or paged.
     pub kv: KvLayout,
     /// A row's bits depend on its own keys alone: not on how its prompt is cut into chunks, on whether it is prefilled or decoded, or on
@@ -145,6 +147,7 @@ impl Problem {
             q_dtype: DType::F32,
             kv_dtype: DType::F32,
             kv_scales: ScaleGrain::None,
+            kv_scale_dtype: DType::F32,
             kv: KvLayout::Contiguous,
             batch_invariant: false,
         }

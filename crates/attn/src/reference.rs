@@ -212,8 +212,7 @@ mod tests {
     /// Every gradient by central differences of `sum(w_out · out) + sum(w_lse · lse)`.
     #[test]
     fn gradients_agree_with_finite_differences() {
-        let shape =
-            |q, kv, dqk, dv| HeadShape { num_q_heads: q, num_kv_heads: kv, head_dim_qk: dqk, head_dim_v: dv };
+        let shape = HeadShape::with_widths;
         let window = Mask { left: Some(1), right: Some(1), ..Mask::FULL };
         let chunked = Mask::chunked(std::num::NonZeroUsize::new(2).unwrap());
         let top_left = Mask { top_left: true, ..Mask::CAUSAL };

@@ -23,6 +23,13 @@ pub struct Strides {
     pub page: usize,
 }
 
+impl From<(usize, usize)> for Strides {
+    /// (token, head) strides, without pages.
+    fn from((token, head): (usize, usize)) -> Strides {
+        Strides { token, head, page: 0 }
+    }
+}
+
 /// The buffers of one call. Queries of all sequences are packed in schedule order; so are contiguous keys and values.
 #[derive(Debug)]
 pub struct Args<'a> {
@@ -34,7 +41,7 @@ pub struct Args<'a> {
     pub k: Buf<'a>,
     /// Strides of `k`.
     pub k_strides: Strides,
-    /// Values.
+    /// Values; empty where they lie in keys (`HeadShape::values_in_keys`), whose strides and scales are then theirs.
     pub v: Buf<'a>,
     /// Strides of `v`.
     pub v_strides: Strides,
@@ -78,12 +85,13 @@ pub fn run(
     });
     let heads = plan.problem.heads;
     let per_key = kernel::kv_write_bytes(heads, 1, plan.problem.kv_dtype) / heads.num_kv_heads as u64;
+    let scale_pair = kernel::scale_pair_bytes(heads, plan.problem.kv_scale_dtype.bytes_of(1));
     for (book, counts) in books.iter_mut().zip(call.counts) {
         let [pairs, keys, scales] = counts.each_ref().map(|n| n.load(Ordering::Relaxed));
         *book += AttnBooks {
             pairs,
             flops: kernel::forward_flops(pairs, heads),
-            kv_read_bytes: keys * per_key + scales * kernel::SCALE_PAIR_BYTES,
+            kv_read_bytes: keys * per_key + scales * scale_pair,
             kv_write_bytes: 0,
         };
     }

@@ -2,7 +2,7 @@
 //!
 //! A key's scale multiplies its finished dot products, a value's scale its weight: codes themselves are never rescaled.
 
-use suanpan_base::{BadArgument, DType, ScaleGrain, SeqLen};
+use suanpan_base::{BadArgument, Buf, DType, ScaleGrain, SeqLen};
 use suanpan_ledger::kernel;
 
 use crate::check::extent;
@@ -12,21 +12,30 @@ use crate::run::{Args, Strides};
 
 const RUN: &str = "attention run";
 
-/// The scales of a call. Strides are in floats; only those that the grain has are looked at: none a tensor, `head` a kv head, `token` and
+/// The scales of a call, of the problem's type. Strides are in elements; only those that the grain has are looked at: none a tensor, `head` a kv head, `token` and
 /// `head` (and `page`, when paged) a token, `page` and `head` a page. Empty where the problem has no scales.
+///
+/// Values that lie in keys have no scales of their own.
 ///
 /// Scales a tensor or a head must be finite and not negative. Scales of tokens and pages are data like K and V: `run` does not look through
 /// them first, and one that is negative or not finite makes NaN of exactly the rows that see it.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct KvScales<'a> {
     /// Scales of keys.
-    pub k: &'a [f32],
+    pub k: Buf<'a>,
     /// Strides of `k`.
     pub k_strides: Strides,
     /// Scales of values.
-    pub v: &'a [f32],
+    pub v: Buf<'a>,
     /// Strides of `v`.
     pub v_strides: Strides,
+}
+
+impl Default for KvScales<'_> {
+    fn default() -> Self {
+        let strides = Strides::default();
+        KvScales { k: Buf::F32(&[]), k_strides: strides, v: Buf::F32(&[]), v_strides: strides }
+    }
 }
 
 /// Refuses element types and grains that do not go together.
@@ -37,6 +46,9 @@ pub(crate) fn check_problem(p: &Problem) -> Result<(), BadArgument> {
     if p.kv_scales != ScaleGrain::None && !p.kv_dtype.is_code() {
         let supported = format!("{} for {} keys and values", ScaleGrain::None, p.kv_dtype);
         return Err(BadArgument::new(OP, "kv_scales", p.kv_scales, supported));
+    }
+    if !matches!(p.kv_scale_dtype, DType::F32 | DType::Bf16) {
+        return Err(BadArgument::new(OP, "kv_scale_dtype", p.kv_scale_dtype, "f32, bf16"));
     }
     if p.kv_scales == ScaleGrain::Page && p.kv == KvLayout::Contiguous {
         return Err(BadArgument::new(OP, "kv_scales", p.kv_scales, "only with pages"));
@@ -81,12 +93,16 @@ pub(crate) fn check_numbers(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgum
         ("k_scales", args.kv_scales.k, args.kv_scales.k_strides),
         ("v_scales", args.kv_scales.v, args.kv_scales.v_strides),
     ];
-    for (field, scales, strides) in given {
+    for (field, scales, strides) in given.into_iter().take(if p.heads.values_in_keys { 1 } else { 2 }) {
         let kv_heads = p.heads.num_kv_heads;
         let dims: &[(usize, usize)] = match (p.kv_scales, p.kv) {
             (ScaleGrain::None, _) if scales.is_empty() => continue,
             (ScaleGrain::None, _) => {
                 return Err(refuse(format!("{field} length"), scales.len(), "0, as planned"));
+            }
+            _ if scales.dtype() != p.kv_scale_dtype => {
+                let supported = format!("{}, as planned", p.kv_scale_dtype);
+                return Err(refuse(format!("{field} dtype"), scales.dtype(), supported));
             }
             (ScaleGrain::Tensor, _) => &[],
             (ScaleGrain::Head, _) => &[(kv_heads, strides.head)],
@@ -113,7 +129,7 @@ pub(crate) fn check_numbers(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgum
             let stride = strides_of(p.kv_scales, strides).head;
             // Keys' scales meet the softmax scale in one factor.
             let factor = if field == "k_scales" { p.scale() } else { 1.0 };
-            check_values(field, factor, (0..kv_heads).map(|head| scales[head * stride]))?;
+            check_values(field, factor, (0..kv_heads).map(|head| scales.get(head * stride)))?;
         }
     }
     Ok(())
@@ -136,13 +152,15 @@ pub(crate) fn pages_with_scales(plan: &Plan, args: &Args<'_>, pages: (usize, usi
     if !matches!(p.kv_scales, ScaleGrain::Token | ScaleGrain::Page) {
         return pages;
     }
-    let scaled = |scales: &[f32], strides: Strides| {
+    let scaled = |scales: Buf<'_>, strides: Strides| {
         let s = strides_of(p.kv_scales, strides);
         let one = extent(&[(page_size, s.token), (p.heads.num_kv_heads, s.head)], 1);
         let Some(rest) = one.and_then(|one| scales.len().checked_sub(one)) else { return 0 };
         rest.checked_div(s.page).map_or(usize::MAX, |n| n.saturating_add(1))
     };
-    (pages.0.min(scaled(given.k, given.k_strides)), pages.1.min(scaled(given.v, given.v_strides)))
+    let k = scaled(given.k, given.k_strides);
+    let v = if p.heads.values_in_keys { k } else { scaled(given.v, given.v_strides) };
+    (pages.0.min(k), pages.1.min(v))
 }
 
 /// Tokens that may share a page's scale.
@@ -157,5 +175,6 @@ pub(crate) fn page_size_of(p: &Problem) -> usize {
 pub(crate) fn predicted_bytes(plan: &Plan, len: SeqLen) -> u64 {
     let p = &plan.problem;
     let tile = (plan.tile_q_for(len), KEY_BLOCK);
-    kernel::scale_read_bytes(p.heads, p.mask, len, (p.kv_scales, page_size_of(p)), tile)
+    let scales = (p.kv_scales, page_size_of(p), p.kv_scale_dtype.bytes_of(1));
+    kernel::scale_read_bytes(p.heads, p.mask, len, scales, tile)
 }

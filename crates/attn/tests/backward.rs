@@ -7,7 +7,8 @@ use common::*;
 use proptest::prelude::*;
 use std::num::NonZeroUsize;
 use suanpan_attn::{
-    BackwardArgs, BackwardPlan, BackwardWorkspace, Extras, Isa, Limits, Machine, Scores, run_backward,
+    BackwardArgs, BackwardPlan, BackwardWorkspace, Extras, Isa, KvLayout, Limits, Machine, Problem, Scores,
+    Strides, run_backward,
 };
 use suanpan_base::{Buf, BufMut, DType, HeadShape, Mask, SeqLen};
 use suanpan_ledger::BackwardBooks;
@@ -40,12 +41,14 @@ const MASKS: [Mask; 6] = [
     Mask { top_left: true, left: Some(40), ..Mask::CAUSAL },
     Mask::chunked(NonZeroUsize::new(100).unwrap()),
 ];
-const TYPES: [(DType, DType); 4] = [
+const TYPES: [(DType, DType); 5] = [
     (DType::F32, DType::F32),
     (DType::F32, DType::Bf16),
     (DType::Bf16, DType::Bf16),
     (DType::Bf16, DType::F32),
+    (DType::F16, DType::F16),
 ];
+const PAGES: [Option<usize>; 4] = [None, Some(16), Some(1), Some(70)];
 const WIDTHS: [usize; 8] = [64, 128, 40, 80, 1, 96, 192, 256];
 const GROUPS: [(usize, usize); 4] = [(2, 2), (6, 2), (5, 1), (3, 1)];
 
@@ -55,11 +58,12 @@ fn lengths_heads_and_masks_agree_with_the_oracle() {
     for &(q, k) in LENGTHS {
         for (heads, kv_heads) in GROUPS {
             for mask in MASKS {
-                let (q_dtype, kv_dtype) = TYPES[n % 4];
+                let (q_dtype, kv_dtype) = TYPES[n % 5];
                 let d = if q * k > 60_000 { [64, 40][n % 2] } else { WIDTHS[n % 7] };
                 let mut c =
                     Case::new(HeadShape::new(heads, kv_heads, d), mask, &[(q, k)]).dtypes(q_dtype, kv_dtype);
                 c.seed = n as u64 + 1;
+                c.page_size = PAGES[n % 4];
                 let x = Inputs::random(&c, n % 3 == 0);
                 judge_gradients(&c, &x, &run_backward_case(&c, &x, &machine(2), POISONS[n % 3]));
                 n += 1;
@@ -74,8 +78,9 @@ fn every_width_and_type_agrees_on_every_instruction_set() {
         for d in WIDTHS {
             for (i, (q_dtype, kv_dtype)) in TYPES.into_iter().enumerate() {
                 let lengths = [(37, 150), (1, 131), (130, 100), (9, 9)];
-                let c = Case::new(HeadShape::new(4, 2, d), MASKS[(i + d) % 6], &lengths)
+                let mut c = Case::new(HeadShape::new(4, 2, d), MASKS[(i + d) % 6], &lengths)
                     .dtypes(q_dtype, kv_dtype);
+                c.page_size = PAGES[(i + d) % 4];
                 let x = Inputs::random(&c, i % 2 == 0);
                 judge_gradients(&c, &x, &run_backward_case(&c, &x, &machine, f32::NAN));
             }
@@ -86,7 +91,7 @@ fn every_width_and_type_agrees_on_every_instruction_set() {
 #[test]
 fn keys_and_values_of_different_widths_up_to_the_widest() {
     for (dqk, dv) in [(192, 128), (576, 512), (576, 576), (3, 557), (64, 1), (1, 64), (33, 17)] {
-        let heads = HeadShape { num_q_heads: 4, num_kv_heads: 1, head_dim_qk: dqk, head_dim_v: dv };
+        let heads = HeadShape::with_widths(4, 1, dqk, dv);
         let c = Case::new(heads, Mask::CAUSAL, &[(40, 200)]).dtypes(DType::F32, DType::Bf16);
         let x = Inputs::random(&c, true);
         judge_gradients(&c, &x, &run_backward_case(&c, &x, &machine(1), f32::NAN));
@@ -181,7 +186,7 @@ fn changed_scores_agree_on_every_instruction_set() {
             // Every instruction set meets every score feature and every mask; half of their pairs.
             for (j, mask) in MASKS.into_iter().enumerate().filter(|(j, _)| (i + j + m).is_multiple_of(2)) {
                 let lengths = [(37, 150), (1, 131), (9, 2), (130, 400), (0, 3), (5, 0)];
-                let (q_dtype, kv_dtype) = TYPES[(i + j) % 4];
+                let (q_dtype, kv_dtype) = TYPES[(i + j) % 5];
                 let heads = HeadShape::new(6, 2, [64, 40, 128][j % 3]);
                 let mut c =
                     Case::new(heads, mask, &lengths).dtypes(q_dtype, kv_dtype).scores(scores).scale(0.5);
@@ -211,7 +216,7 @@ fn two_pieces_trees_and_block_masks_agree_on_every_instruction_set() {
                     .filter(|&tree| (i + j + m + usize::from(tree)).is_multiple_of(3))
                 {
                     let lengths = [(37, 150), (1, 131), (3, 3), (130, 1000), (97, 400)];
-                    let (q_dtype, kv_dtype) = TYPES[(i + j) % 4];
+                    let (q_dtype, kv_dtype) = TYPES[(i + j) % 5];
                     let mut c = Case::new(HeadShape::new(6, 2, [40, 192][j % 2]), mask, &lengths)
                         .dtypes(q_dtype, kv_dtype);
                     c.seqs[0].prefix_len = 70;
@@ -344,9 +349,11 @@ fn small(edit: impl Fn(&mut Small)) -> Result<(), String> {
         q: Buf::F32(&inputs[0]),
         q_strides: (s.tokens[0], 8),
         k: Buf::F32(&inputs[1]),
-        k_strides: (s.tokens[1], 8),
+        k_strides: (s.tokens[1], 8).into(),
         v: Buf::F32(&inputs[2]),
-        v_strides: (s.tokens[2], 8),
+        v_strides: (s.tokens[2], 8).into(),
+        page_table: &[],
+        page_table_stride: 0,
         out: out.buf(),
         out_strides: (s.tokens[3], 8),
         lse: &lse,
@@ -356,9 +363,9 @@ fn small(edit: impl Fn(&mut Small)) -> Result<(), String> {
         dq: BufMut::F32(dq),
         dq_strides: (s.tokens[5], 8),
         dk: BufMut::F32(dk),
-        dk_strides: (s.tokens[6], 8),
+        dk_strides: (s.tokens[6], 8).into(),
         dv: BufMut::F32(dv),
-        dv_strides: (s.tokens[7], 8),
+        dv_strides: (s.tokens[7], 8).into(),
     };
     let result = run_backward(&plan, args, &mut BackwardWorkspace::for_plans(&[&plan]), &mut books);
     if result.is_err() {
@@ -396,7 +403,8 @@ fn plans_that_cannot_be_kept_are_refused_by_name() {
     let c = Case::new(HeadShape::new(1, 1, 8), Mask::CAUSAL, &[(4, 50)]);
     let limits = Limits { max_seqs: 2, max_total_q: 10, max_seqlen_k: 100 };
     let refused = |c: &Case, limits| BackwardPlan::new(&c.problem(), &machine(1), limits).unwrap_err().field;
-    assert_eq!(refused(&c.clone().paged(16), limits), "kv");
+    assert_eq!(refused(&Case { heads: HeadShape::latent(1, 8, 8), ..c.clone() }, limits), "values_in_keys");
+    assert_eq!(refused(&c.clone().dtypes(DType::F32, DType::I8), limits), "kv_dtype");
     let sure = Scores { dropout: Some(1.5), ..Scores::default() };
     assert_eq!(refused(&c.clone().scores(sure), limits), "dropout");
     assert_eq!(refused(&c, Limits { max_total_q: usize::MAX / 2, ..limits }), "max_total_q");
@@ -420,9 +428,11 @@ fn plans_that_cannot_be_kept_are_refused_by_name() {
         q: Buf::F32(&[]),
         q_strides: (8, 8),
         k: Buf::F32(&[]),
-        k_strides: (8, 8),
+        k_strides: (8, 8).into(),
         v: Buf::F32(&[]),
-        v_strides: (8, 8),
+        v_strides: (8, 8).into(),
+        page_table: &[],
+        page_table_stride: 0,
         out: Buf::F32(&[]),
         out_strides: (8, 8),
         lse: &[],
@@ -432,9 +442,9 @@ fn plans_that_cannot_be_kept_are_refused_by_name() {
         dq: BufMut::F32(&mut []),
         dq_strides: (8, 8),
         dk: BufMut::F32(&mut []),
-        dk_strides: (8, 8),
+        dk_strides: (8, 8).into(),
         dv: BufMut::F32(&mut []),
-        dv_strides: (8, 8),
+        dv_strides: (8, 8).into(),
     };
     let mut books = [BackwardBooks::default()];
     let e = run_backward(&wide, args, &mut BackwardWorkspace::for_plans(&[&plan]), &mut books).unwrap_err();
@@ -445,12 +455,76 @@ proptest! {
     #![proptest_config(config(60))]
     #[test]
     fn random_problems_agree_with_the_oracle(c in case((90, 500)), isa in 0usize..4, threads in 1usize..4, with_lse: bool) {
-        // The backward knows contiguous f32 and bf16.
-        let trained = |d: DType| if d == DType::Bf16 { d } else { DType::F32 };
+        // The backward knows types without scales.
+        let trained = |d: DType| if d.is_code() { DType::F32 } else { d };
         let (q_dtype, kv_dtype) = (trained(c.q_dtype), trained(c.kv_dtype));
-        let c = Case { page_size: None, q_dtype, kv_dtype, kv_scales: suanpan_base::ScaleGrain::None, ..c };
+        let heads = suanpan_base::HeadShape { values_in_keys: false, ..c.heads };
+        let c = Case { heads, q_dtype, kv_dtype, kv_scales: suanpan_base::ScaleGrain::None, ..c };
         let x = Inputs::random(&c, with_lse);
         let machine = Machine::forced(Isa::ALL[isa], threads).unwrap_or(Machine::detect(threads));
         judge_gradients(&c, &x, &run_backward_case(&c, &x, &machine, f32::NAN));
     }
+}
+
+/// Two sequences of 5 and 3 keys on pages of 4, one head of width 8: edits the table and strides, expects the field that is refused.
+fn paged_call(edit: impl FnOnce(&mut Vec<u32>, &mut [Strides; 4])) -> Result<(), String> {
+    let problem =
+        Problem { kv: KvLayout::Paged { page_size: 4 }, ..Problem::new(HeadShape::new(1, 1, 8), Mask::FULL) };
+    let limits = Limits { max_seqs: 2, max_total_q: 2, max_seqlen_k: 8 };
+    let mut plan = BackwardPlan::new(&problem, &machine(1), limits).unwrap();
+    plan.schedule(&[SeqLen::new(1, 5), SeqLen::new(1, 3)]).unwrap();
+    let (mut table, mut strides) = (vec![2, 0, 1, u32::MAX], [Strides { token: 8, head: 8, page: 32 }; 4]);
+    edit(&mut table, &mut strides);
+    let (q, kv, lse) = ([0.5; 16], [0.25; 96], [1.0; 2]);
+    let (mut dq, mut dk, mut dv) = ([-3.0; 16], [-3.0; 96], [-3.0; 96]);
+    let [k_strides, v_strides, dk_strides, dv_strides] = strides;
+    let args = BackwardArgs {
+        extras: Extras::default(),
+        d_sinks: None,
+        d_bias: None,
+        q: Buf::F32(&q),
+        q_strides: (8, 8),
+        k: Buf::F32(&kv),
+        k_strides,
+        v: Buf::F32(&kv),
+        v_strides,
+        page_table: &table,
+        page_table_stride: 2,
+        out: Buf::F32(&q),
+        out_strides: (8, 8),
+        lse: &lse,
+        d_out: Buf::F32(&q),
+        d_out_strides: (8, 8),
+        d_lse: None,
+        dq: BufMut::F32(&mut dq),
+        dq_strides: (8, 8),
+        dk: BufMut::F32(&mut dk),
+        dk_strides,
+        dv: BufMut::F32(&mut dv),
+        dv_strides,
+    };
+    let mut books = [BackwardBooks::default(); 2];
+    let result = run_backward(&plan, args, &mut BackwardWorkspace::for_plans(&[&plan]), &mut books);
+    let untouched = [&dq[..], &dk, &dv].concat().iter().all(|&x| x == -3.0);
+    assert_eq!(result.is_err(), untouched, "a refused call left traces, or a good one none");
+    result.map_err(|e| e.field)
+}
+
+#[test]
+fn a_page_that_two_sequences_would_write_is_refused_by_name() {
+    assert_eq!(paged_call(|_, _| ()), Ok(()));
+    assert_eq!(paged_call(|table, _| table[2] = 0), Err("page_table".into()));
+    assert_eq!(paged_call(|table, _| table[1] = 2), Err("page_table".into()));
+    assert_eq!(paged_call(|table, _| table[2] = 3), Err("page_table[1][0]".into()));
+    assert_eq!(paged_call(|table, _| table.truncate(2)), Err("page_table length".into()));
+    // What a sequence does not need is nobody's business.
+    assert_eq!(paged_call(|table, _| table[3] = 0), Ok(()));
+    for (side, field) in [(2, "dk strides"), (3, "dv strides")] {
+        assert_eq!(paged_call(|_, s| s[side].page = 31), Err(field.into()));
+        assert_eq!(paged_call(|_, s| s[side].token = 7), Err(field.into()));
+    }
+    // Keys that are only read may overlap.
+    assert_eq!(paged_call(|_, s| s[0].token = 7), Ok(()));
+    assert_eq!(paged_call(|_, s| s[1].head = usize::MAX), Ok(()), "one head has no next one");
+    assert_eq!(paged_call(|_, s| s[1].token = usize::MAX / 2), Err("v strides".into()));
 }

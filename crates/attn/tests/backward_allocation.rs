@@ -40,9 +40,11 @@ fn scheduling_and_running_a_backward_allocate_nothing() {
                     q: Buf::Bf16(&q),
                     q_strides: (256, 64),
                     k: Buf::F32(&kv),
-                    k_strides: (128, 64),
+                    k_strides: (128, 64).into(),
                     v: Buf::F32(&kv),
-                    v_strides: (128, 64),
+                    v_strides: (128, 64).into(),
+                    page_table: &[],
+                    page_table_stride: 0,
                     out: Buf::Bf16(&q),
                     out_strides: (256, 64),
                     lse: &lse[..rows * 4],
@@ -52,9 +54,9 @@ fn scheduling_and_running_a_backward_allocate_nothing() {
                     dq: BufMut::Bf16(&mut dq),
                     dq_strides: (256, 64),
                     dk: BufMut::F32(&mut dk),
-                    dk_strides: (128, 64),
+                    dk_strides: (128, 64).into(),
                     dv: BufMut::F32(&mut dv),
-                    dv_strides: (128, 64),
+                    dv_strides: (128, 64).into(),
                 };
                 run_backward(&plan, args, &mut ws, &mut books[..lens.len()]).unwrap();
             }

@@ -159,7 +159,7 @@ fn a_bias_of_zeros_changes_a_bit_and_one_of_minus_infinity_leaves_weight() {
 #[test]
 fn dropout_masks_differ_between_passes() {
     let n = 96;
-    let heads = HeadShape { num_q_heads: 1, num_kv_heads: 1, head_dim_qk: 8, head_dim_v: n };
+    let heads = HeadShape::with_widths(1, 1, 8, n);
     for rows in [n, 7] {
         let case =
             |p| Case::new(heads, Mask::FULL, &[(rows, n)]).scores(Scores { dropout: Some(p), ..PLAIN });

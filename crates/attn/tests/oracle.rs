@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 
 use common::*;
 use suanpan_attn::Scores;
-use suanpan_base::{DType, HeadShape, Mask};
+use suanpan_base::{DType, HeadShape, Mask, ScaleGrain};
 
 const LENGTHS: &[(usize, usize)] = &[
     (1, 1),
@@ -112,10 +112,32 @@ fn every_width_type_and_layout_agrees_on_every_instruction_set() {
 fn keys_and_values_of_different_widths_up_to_the_widest() {
     for (dqk, dv) in [(192, 128), (576, 512), (576, 576), (3, 577 - 20), (64, 1), (1, 64), (33, 17)] {
         for lengths in [[(40, 200)], [(2, 290)]] {
-            let heads = HeadShape { num_q_heads: 4, num_kv_heads: 1, head_dim_qk: dqk, head_dim_v: dv };
+            let heads = HeadShape::with_widths(4, 1, dqk, dv);
             let c = Case::new(heads, Mask::CAUSAL, &lengths).dtypes(DType::F32, DType::Bf16).paged(16);
             let data = Data::random(&c);
             judge(&c, &data, &run_case(&c, &data, &machine(1), f32::NAN));
+        }
+    }
+}
+
+#[test]
+fn values_that_lie_in_keys_are_loaded_once_by_every_kernel_and_type() {
+    // DeepSeek-V2-Lite's and V3's shapes, more rows than a tile and fewer than a packed task; the books say loaded once.
+    let shapes = [(16, 576, 512), (128, 576, 512), (4, 576, 512), (3, 70, 64), (2, 40, 40), (1, 96, 2)];
+    for (n, (num_q_heads, dqk, dv)) in shapes.into_iter().enumerate() {
+        for (i, kv_dtype) in DType::ALL.into_iter().enumerate() {
+            let heads = HeadShape::latent(num_q_heads, dqk, dv);
+            let mut c = Case::new(heads, Mask::CAUSAL, &[(1, 300), (2, 131), (7, 7)]);
+            c = c.dtypes([DType::F32, DType::Bf16][i % 2], kv_dtype);
+            if kv_dtype.is_code() {
+                c = c.scaled([ScaleGrain::Token, ScaleGrain::Head][n % 2]);
+            }
+            c.page_size = PAGES[(n + i) % 4];
+            c.batch_invariant = (n + i) % 3 == 0;
+            let data = Data::random(&c);
+            for machine in machines() {
+                judge(&c, &data, &run_case(&c, &data, &machine, POISONS[i % 3]));
+            }
         }
     }
 }

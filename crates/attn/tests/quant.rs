@@ -164,7 +164,12 @@ fn what_the_quantiser_makes_runs_as_it_is() {
             let scale_strides = scale_strides(grain, 2, page_size);
             let mut out = vec![0.0; 3 * 256];
             let args = Args {
-                kv_scales: KvScales { k: &ks, k_strides: scale_strides, v: &vs, v_strides: scale_strides },
+                kv_scales: KvScales {
+                    k: Buf::F32(&ks),
+                    k_strides: scale_strides,
+                    v: Buf::F32(&vs),
+                    v_strides: scale_strides,
+                },
                 extras: Extras::default(),
                 max_scores: None,
                 q: Buf::F32(&q),

@@ -54,12 +54,7 @@ fn long_decodes_of_integers_agree_with_the_oracle() {
         for (q_heads, kv_heads) in [(1, 1), (4, 1), (8, 2), (3, 1), (12, 1)] {
             for scale in [0.02, 1.0, 8.0] {
                 let dqk = [128, 64, 576, 30][n % 4];
-                let heads = HeadShape {
-                    num_q_heads: q_heads,
-                    num_kv_heads: kv_heads,
-                    head_dim_qk: dqk,
-                    head_dim_v: 128 << (n % 2),
-                };
+                let heads = HeadShape::with_widths(q_heads, kv_heads, dqk, 128 << (n % 2));
                 let mut c = Case::new(heads, Mask::CAUSAL, &[(1, 4099), (1, 777), (2, 260)])
                     .dtypes(Q_TYPES[n % 3], kv_dtype)
                     .scaled([ScaleGrain::Token, ScaleGrain::Head][n % 2])
@@ -154,7 +149,8 @@ impl Tokens {
         let c =
             Case::new(HeadShape::new(1, 1, 64), Mask::CAUSAL, &[(rows, keys)]).dtypes(DType::F32, DType::I8);
         Tokens {
-            plan: c.scaled(grain).plan(machine),
+            // Scales of this seed are f32.
+            plan: Case { seed: 3, ..c.scaled(grain) }.plan(machine),
             q: vec![0.01; rows * 64],
             kv: (0..keys * 64).map(|i| (i % 251) as i8).collect(),
             scales: [vec![0.01; keys], vec![0.01; keys]],
@@ -167,9 +163,9 @@ impl Tokens {
         let scale_strides = Strides { token: 1, head: 1, page: 0 };
         let mut args = Args {
             kv_scales: KvScales {
-                k: &self.scales[0],
+                k: Buf::F32(&self.scales[0]),
                 k_strides: scale_strides,
-                v: &self.scales[1],
+                v: Buf::F32(&self.scales[1]),
                 v_strides: scale_strides,
             },
             extras: Extras::default(),
@@ -241,18 +237,19 @@ fn bad_scales_and_strides_are_refused_by_name_before_anything_is_read() {
         assert!(t.out.iter().all(|&x| x == -1.0), "{e}: the output was touched");
         e.field
     };
-    assert_eq!(field(ScaleGrain::Token, &|a| a.kv_scales.k = &[0.5; 49]), "k_scales length");
-    assert_eq!(field(ScaleGrain::Token, &|a| a.kv_scales.v = &[]), "v_scales length");
+    assert_eq!(field(ScaleGrain::Token, &|a| a.kv_scales.k = Buf::F32(&[0.5; 49])), "k_scales length");
+    assert_eq!(field(ScaleGrain::Token, &|a| a.kv_scales.v = Buf::F32(&[])), "v_scales length");
     assert_eq!(field(ScaleGrain::Token, &|a| a.kv_scales.v_strides.token = 2), "v_scales length");
     assert_eq!(
         field(ScaleGrain::Token, &|a| a.kv_scales.k_strides.token = usize::MAX / 3),
         "k_scales strides"
     );
     assert_eq!(field(ScaleGrain::None, &|_| ()), "k_scales length");
-    assert_eq!(field(ScaleGrain::Tensor, &|a| a.kv_scales.k = &[]), "k_scales length");
+    assert_eq!(field(ScaleGrain::Tensor, &|a| a.kv_scales.k = Buf::F32(&[])), "k_scales length");
+    assert_eq!(field(ScaleGrain::Token, &|a| a.kv_scales.k = Buf::F16(&[])), "k_scales dtype");
     for bad in [&[f32::NAN], &[f32::INFINITY], &[-0.5]] {
-        assert_eq!(field(ScaleGrain::Tensor, &|a| a.kv_scales.k = bad), "k_scales[0]");
-        assert_eq!(field(ScaleGrain::Head, &|a| a.kv_scales.v = bad), "v_scales[0]");
+        assert_eq!(field(ScaleGrain::Tensor, &|a| a.kv_scales.k = Buf::F32(bad)), "k_scales[0]");
+        assert_eq!(field(ScaleGrain::Head, &|a| a.kv_scales.v = Buf::F32(bad)), "v_scales[0]");
     }
     assert_eq!(field(ScaleGrain::Tensor, &|a| a.k = Buf::E4m3(&[0; 3200])), "k dtype");
     let problem = |kv_dtype, kv_scales, kv, d| {
@@ -274,15 +271,15 @@ fn int4_strides_that_split_a_byte_and_pages_without_scales_are_refused() {
     let c =
         Case::new(HeadShape::new(2, 2, 64), Mask::CAUSAL, &[(1, 40)]).dtypes(DType::F32, DType::I4).paged(16);
     let field = |grain, k_strides: Strides, scales: usize, table: [u32; 3]| {
-        let plan = c.clone().scaled(grain).plan(&machine(1));
+        let plan = Case { seed: 3, ..c.clone().scaled(grain) }.plan(&machine(1));
         let (q, codes, mut out) = (vec![0.0; 128], vec![0u8; 4096], vec![-1.0; 128]);
         let scales = vec![1.0; scales];
         let scale_strides = Strides { token: 1, head: 16, page: 32 };
         let args = Args {
             kv_scales: KvScales {
-                k: &scales,
+                k: Buf::F32(&scales),
                 k_strides: scale_strides,
-                v: &scales,
+                v: Buf::F32(&scales),
                 v_strides: scale_strides,
             },
             extras: Extras::default(),
@@ -317,6 +314,7 @@ fn int4_strides_that_split_a_byte_and_pages_without_scales_are_refused() {
     }
     let narrow = SeqLen::new(1, 40);
     let limits = Limits { max_seqs: 1, max_total_q: 1, max_seqlen_k: 40 };
-    let plan = Plan::new(&c.clone().scaled(ScaleGrain::Page).problem(), &machine(1), limits).unwrap();
+    let f32_scales = Case { seed: 3, ..c.clone().scaled(ScaleGrain::Page) };
+    let plan = Plan::new(&f32_scales.problem(), &machine(1), limits).unwrap();
     assert_eq!(plan.predicted(narrow).kv_read_bytes, 40 * 2 * 64 + 3 * 2 * 8);
 }

@@ -47,12 +47,35 @@ pub struct HeadShape {
     pub head_dim_qk: usize,
     /// Width of a value and an output, unpadded.
     pub head_dim_v: usize,
+    /// A value is the first `head_dim_v` elements of its key, stored once (absorbed multi-head latent attention, DeepSeek-V2,
+    /// arXiv 2405.04434, section 2.1).
+    pub values_in_keys: bool,
 }
 
 impl HeadShape {
     /// Same width for keys and values.
     pub const fn new(num_q_heads: usize, num_kv_heads: usize, head_dim: usize) -> Self {
-        HeadShape { num_q_heads, num_kv_heads, head_dim_qk: head_dim, head_dim_v: head_dim }
+        HeadShape::with_widths(num_q_heads, num_kv_heads, head_dim, head_dim)
+    }
+
+    /// Widths of their own for keys and values.
+    pub const fn with_widths(
+        num_q_heads: usize,
+        num_kv_heads: usize,
+        head_dim_qk: usize,
+        head_dim_v: usize,
+    ) -> Self {
+        HeadShape { num_q_heads, num_kv_heads, head_dim_qk, head_dim_v, values_in_keys: false }
+    }
+
+    /// Absorbed multi-head latent attention: one kv head, keys of `head_dim_v` latent elements and some rotary ones behind them.
+    pub const fn latent(num_q_heads: usize, head_dim_qk: usize, head_dim_v: usize) -> Self {
+        HeadShape { values_in_keys: true, ..HeadShape::with_widths(num_q_heads, 1, head_dim_qk, head_dim_v) }
+    }
+
+    /// Elements stored a token and kv head: key and value, or a key that holds its value. At the widest where a sum would not fit.
+    pub const fn kv_width(&self) -> usize {
+        if self.values_in_keys { self.head_dim_qk } else { self.head_dim_qk.saturating_add(self.head_dim_v) }
     }
 
     /// Query heads per key/value head (1 = MHA, `num_q_heads` = MQA).
@@ -81,6 +104,10 @@ impl HeadShape {
             let supported = format!("a divisor of num_q_heads = {}", self.num_q_heads);
             return Err(BadArgument::new(op, "num_kv_heads", self.num_kv_heads, supported));
         }
+        if self.values_in_keys && self.head_dim_v > self.head_dim_qk {
+            let supported = format!("at most head_dim_qk = {}: values lie in keys", self.head_dim_qk);
+            return Err(BadArgument::new(op, "head_dim_v", self.head_dim_v, supported));
+        }
         Ok(())
     }
 }
@@ -94,6 +121,14 @@ mod tests {
         assert!(HeadShape::new(9, 3, 64).check("t").is_ok());
         assert_eq!(HeadShape::new(9, 2, 64).check("t").unwrap_err().field, "num_kv_heads");
         assert_eq!(HeadShape::new(0, 1, 64).check("t").unwrap_err().field, "num_q_heads");
+    }
+
+    #[test]
+    fn a_value_is_no_wider_than_the_key_that_holds_it() {
+        let heads = HeadShape::latent(16, 576, 512);
+        assert!(heads.check("t").is_ok());
+        assert_eq!((heads.kv_width(), HeadShape::with_widths(16, 1, 576, 512).kv_width()), (576, 1088));
+        assert_eq!(HeadShape::latent(16, 512, 576).check("t").unwrap_err().field, "head_dim_v");
     }
 
     #[test]

@@ -5,14 +5,18 @@
 #![forbid(unsafe_code)]
 
 pub mod books;
+pub mod layer_set;
 pub mod memory;
 pub mod page_table;
 pub mod pool;
+pub mod quant;
 pub mod radix;
 pub mod storage;
+pub mod tier;
 
 pub use books::CacheBooks;
-pub use page_table::{OutOfPages, PageTable};
+pub use layer_set::LayerSet;
+pub use page_table::{OutOfPages, PageCopy, PageTable};
 pub use pool::{Imbalance, PageHandle, PagePool};
-pub use radix::PrefixCache;
-pub use storage::{KvStorage, LayerShape};
+pub use radix::{EvictionPolicy, Hit, PartialPage, PrefixCache};
+pub use storage::{KvStorage, LayerShape, bytes_per_page};

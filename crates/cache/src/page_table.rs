@@ -1,9 +1,11 @@
 //! The pages of one sequence in order, as the contiguous ids that kernels read.
 //!
-//! Owns one reference to each of its pages and returns them when dropped. Does not write pages: a page that others hold
-//! too (`is_shared`) must be complete, because nothing here copies on write.
+//! Owns one reference to each of its pages and returns them when dropped. Full pages are shared and never written again. The
+//! last page may be borrowed: lent by a fork or by a partial hit, read as it is, and copied before the first write
+//! (`make_writable`). Copies no bytes itself.
 
 use crate::pool::{PageHandle, PagePool};
+use crate::radix::{Hit, PartialPage};
 
 /// A reservation that the pool cannot honour. Nothing was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -15,6 +17,16 @@ pub struct OutOfPages {
     pub free: usize,
 }
 
+/// One page to be copied before anything of the step is written. Holds its source until it is dropped, so that nobody else can
+/// be given the page in between.
+#[derive(Debug)]
+pub struct PageCopy {
+    /// The page to copy.
+    pub from: PageHandle,
+    /// Where to; held by the table that asked.
+    pub to: u32,
+}
+
 /// Pages of one sequence: token position `p` lies in page `p / page_size`, at offset `p % page_size`.
 #[derive(Debug)]
 pub struct PageTable {
@@ -22,12 +34,14 @@ pub struct PageTable {
     pages: Vec<PageHandle>,
     /// `pages[i].id()`, contiguous for the kernels.
     ids: Vec<u32>,
+    /// Index of the page that others may rely on behind what this table has of it: to be copied before it is written.
+    borrowed: Option<usize>,
 }
 
 impl PageTable {
     /// An empty table over `pool`.
     pub fn new(pool: &PagePool) -> PageTable {
-        PageTable { pool: pool.clone(), pages: Vec::new(), ids: Vec::new() }
+        PageTable { pool: pool.clone(), pages: Vec::new(), ids: Vec::new(), borrowed: None }
     }
 
     /// Makes room for `tokens` tokens in all, counted from position 0. All or nothing.
@@ -49,6 +63,40 @@ impl PageTable {
         assert!(self.pool.is_same(page.pool()), "a page table holds pages of its own pool");
         self.ids.push(page.id());
         self.pages.push(page);
+    }
+
+    /// Appends a page of which only the first tokens are this sequence's: it is read as it is and copied before it is written.
+    pub fn push_borrowed(&mut self, page: PageHandle) {
+        self.push_shared(page);
+        self.borrowed = Some(self.pages.len() - 1);
+    }
+
+    /// Appends what a look-up found. Returns its tokens.
+    pub fn push_hit(&mut self, hit: Hit) -> usize {
+        let tokens = hit.tokens(self.pool.page_size());
+        hit.pages.into_iter().for_each(|page| self.push_shared(page));
+        if let Some(PartialPage { page, .. }) = hit.partial {
+            self.push_borrowed(page);
+        }
+        tokens
+    }
+
+    /// Makes sure that the token at `position` and those behind it may be written: where its page is borrowed and somebody
+    /// else still holds it, the table gets a page of its own and says what to copy. Nothing changes when no page is free.
+    pub fn make_writable(&mut self, position: usize) -> Result<Option<PageCopy>, OutOfPages> {
+        let page = position / self.pool.page_size();
+        if self.borrowed != Some(page) {
+            return Ok(None);
+        }
+        if !self.is_shared(page) {
+            self.borrowed = None;
+            return Ok(None);
+        }
+        let own = self.pool.alloc().ok_or(OutOfPages { needed: 1, free: 0 })?;
+        let to = own.id();
+        self.ids[page] = to;
+        self.borrowed = None;
+        Ok(Some(PageCopy { from: std::mem::replace(&mut self.pages[page], own), to }))
     }
 
     /// Page ids in token order.
@@ -75,26 +123,40 @@ impl PageTable {
         u64::from(self.ids[page]) * page_size as u64 + (position % page_size) as u64
     }
 
-    /// Whether somebody else holds the page at index `page` too; such a page must not be written. Panics past the end.
+    /// Whether somebody else holds the page at index `page` too. Panics past the end.
     pub fn is_shared(&self, page: usize) -> bool {
         self.pages[page].refcount() > 1
     }
 
-    /// Gives back every page past the one that holds token `tokens - 1`.
+    /// Whether the page at index `page` must be copied before it is written, if somebody else holds it.
+    pub fn is_borrowed(&self, page: usize) -> bool {
+        self.borrowed == Some(page)
+    }
+
+    /// Gives back every page past the one that holds token `tokens - 1`. What is left of that page counts as borrowed: the
+    /// tokens cut off may have been shared.
     pub fn truncate_to(&mut self, tokens: usize) {
-        let keep = tokens.div_ceil(self.pool.page_size());
-        if keep < self.pages.len() {
-            self.ids.truncate(keep);
-            self.pool.release(self.pages.drain(keep..));
+        let page_size = self.pool.page_size();
+        let keep = tokens.div_ceil(page_size);
+        if tokens >= self.capacity_tokens() {
+            return;
+        }
+        self.ids.truncate(keep);
+        self.pool.release(self.pages.drain(keep..));
+        // A page borrowed further in front is not written yet, nor is anything behind it.
+        if self.borrowed.is_none_or(|page| page >= keep) {
+            self.borrowed = (!tokens.is_multiple_of(page_size)).then(|| keep - 1);
         }
     }
 
-    /// A table that shares the pages which the first `tokens` tokens fill completely. The tokens past its
-    /// `capacity_tokens` lie in a page that both would write, so the new holder must make its own.
+    /// A table of the first `tokens` tokens. It shares all pages that hold them; the last one, where they end inside it, is
+    /// borrowed: the new holder copies it before its first write, while this table goes on writing in place.
     pub fn fork(&self, tokens: usize) -> PageTable {
-        let full = (tokens / self.pool.page_size()).min(self.pages.len());
-        let pages = self.pages[..full].iter().map(PageHandle::share).collect();
-        PageTable { pool: self.pool.clone(), pages, ids: self.ids[..full].to_vec() }
+        let page_size = self.pool.page_size();
+        let held = tokens.div_ceil(page_size).min(self.pages.len());
+        let pages = self.pages[..held].iter().map(PageHandle::share).collect();
+        let borrowed = (tokens < held * page_size).then(|| held - 1);
+        PageTable { pool: self.pool.clone(), pages, ids: self.ids[..held].to_vec(), borrowed }
     }
 }
 

@@ -379,6 +379,11 @@ impl CachedPage {
     pub(crate) fn id(&self) -> u32 {
         self.0.id
     }
+
+    /// A reference for somebody else.
+    pub(crate) fn share(&self) -> PageHandle {
+        self.0.share()
+    }
 }
 
 impl Drop for CachedPage {

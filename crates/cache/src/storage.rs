@@ -8,12 +8,12 @@
 //! One step of one layer reads long runs, a page is one run to copy elsewhere, and memory becomes resident a page at a time,
 //! so that large pages of the operating system waste at most one of theirs.
 
-use half::bf16;
 use memmap2::MmapMut;
 use suanpan_base::error::checked_product;
 use suanpan_base::{BadArgument, Buf, DType, HeadShape};
 
 use crate::memory::HostMemory;
+use crate::quant::{self, SCALE_DTYPE};
 
 const OP: &str = "KV storage";
 /// Each layer's part of a page, and so each page, starts on a cache line.
@@ -29,9 +29,27 @@ pub struct LayerShape {
 }
 
 impl LayerShape {
-    /// Bytes of the keys and values of `tokens` tokens.
+    /// Bytes of the keys and values of `tokens` tokens, scales included.
     pub fn bytes(&self, tokens: usize) -> u64 {
-        suanpan_ledger::kernel::kv_write_bytes(self.heads, tokens, self.dtype)
+        let scales = 2 * self.scale_bytes() * self.heads.num_kv_heads * tokens;
+        suanpan_ledger::kernel::kv_write_bytes(self.heads, tokens, self.dtype) + scales as u64
+    }
+
+    /// Bytes of one scale; 0 for types that are stored without.
+    fn scale_bytes(&self) -> usize {
+        if self.dtype.is_code() { SCALE_DTYPE.bytes_of(1) } else { 0 }
+    }
+
+    /// Bytes of the codes or elements of one head in a page of `page_size` tokens.
+    fn head_codes(&self, page_size: usize) -> usize {
+        let side = |width: usize| self.dtype.bytes_of(page_size * width);
+        let bytes = side(self.heads.head_dim_qk) + side(self.heads.head_dim_v);
+        bytes.next_multiple_of(self.scale_bytes().max(1))
+    }
+
+    /// Bytes of one head in a page of `page_size` tokens.
+    fn head_bytes(&self, page_size: usize) -> usize {
+        self.head_codes(page_size) + 2 * page_size * self.scale_bytes()
     }
 }
 
@@ -68,20 +86,11 @@ impl KvStorage {
                 return Err(BadArgument::new(OP, field, n, "at least 1"));
             }
         }
-        let mut bytes_per_page = 0usize;
         let mut placed = Vec::with_capacity(layers.len());
-        for &shape in layers {
-            shape.heads.check(OP)?;
-            if !DType::UNSCALED.contains(&shape.dtype) {
-                // Codes need scales, which these pages have no place for.
-                return Err(BadArgument::new(OP, "dtype", shape.dtype, "f32, bf16"));
-            }
-            placed.push(Layer { shape, offset: bytes_per_page });
-            bytes_per_page = page_bytes(&shape, page_size)?
-                .checked_add(bytes_per_page)
-                .and_then(|n| n.checked_next_multiple_of(ALIGN))
-                .ok_or_else(|| BadArgument::new(OP, "bytes_per_page", "past 2^64", "below 2^63"))?;
+        for (i, &shape) in layers.iter().enumerate() {
+            placed.push(Layer { shape, offset: bytes_per_page(&layers[..i], page_size)? });
         }
+        let bytes_per_page = bytes_per_page(layers, page_size)?;
         let bytes = checked_product(OP, "num_pages * bytes_per_page", &[num_pages, bytes_per_page])?;
         refuse_above(bytes, HostMemory::detect().limit_bytes)?;
         let map = MmapMut::map_anon(bytes).map_err(|error| {
@@ -141,8 +150,49 @@ impl KvStorage {
         self.strides(layer, Side::V)
     }
 
+    /// Scales of the keys of `layer`, from page 0's first to the end of the storage; empty where it stores none. One a token and head.
+    pub fn k_scales(&self, layer: usize) -> Buf<'_> {
+        self.scales(layer, Side::K)
+    }
+
+    /// Scales of the values of `layer`, likewise.
+    pub fn v_scales(&self, layer: usize) -> Buf<'_> {
+        self.scales(layer, Side::V)
+    }
+
+    /// Scales between (tokens, heads, pages) of `k_scales(layer)` and `v_scales(layer)`.
+    pub fn scale_strides(&self, layer: usize) -> (usize, usize, usize) {
+        let shape = &self.layers[layer].shape;
+        let size = shape.scale_bytes().max(1);
+        (1, shape.head_bytes(self.page_size) / size, self.bytes_per_page / size)
+    }
+
+    fn scales(&self, layer: usize, side: Side) -> Buf<'_> {
+        if self.layers[layer].shape.scale_bytes() == 0 {
+            return Buf::F32(&[]);
+        }
+        Buf::Bf16(bytemuck::cast_slice(&self.map[self.scale_offset(layer, side)..]))
+    }
+
+    /// Bytes from the start of a page to the first scale of a side.
+    fn scale_offset(&self, layer: usize, side: Side) -> usize {
+        let Layer { shape, offset } = &self.layers[layer];
+        let keys = offset + shape.head_codes(self.page_size);
+        if side == Side::K { keys } else { keys + self.page_size * shape.scale_bytes() }
+    }
+
+    /// The bytes of a page, all layers. Panics on an id past the storage.
+    pub fn page(&self, page: u32) -> &[u8] {
+        &self.map[page as usize * self.bytes_per_page..][..self.bytes_per_page]
+    }
+
+    /// The same, to be filled with the bytes of a page of the same layout.
+    pub fn page_mut(&mut self, page: u32) -> &mut [u8] {
+        &mut self.map[page as usize * self.bytes_per_page..][..self.bytes_per_page]
+    }
+
     /// Stores new keys `[T, num_kv_heads, head_dim_qk]` and values `[T, num_kv_heads, head_dim_v]`, token `t` at
-    /// `slots[t]` (`PageTable::slot`), converted to the layer's type (bf16: nearest, ties to even). Returns the bytes
+    /// `slots[t]` (`PageTable::slot`), converted to the layer's type (nearest, ties to even), with scales where it takes them. Returns the bytes
     /// written. Panics, before it writes anything, on lengths that disagree or a slot past the storage: both are faults
     /// of the caller that would otherwise land in another request's tokens.
     pub fn write(&mut self, layer: usize, slots: &[u64], k: &[f32], v: &[f32]) -> u64 {
@@ -160,6 +210,12 @@ impl KvStorage {
         shape.bytes(slots.len())
     }
 
+    /// Copies a page whole, scales and all. Panics on an id past the storage.
+    pub fn copy_page(&mut self, from: u32, to: u32) {
+        let at = |page: u32| page as usize * self.bytes_per_page;
+        self.map.copy_within(at(from)..at(from) + self.bytes_per_page, at(to));
+    }
+
     /// Bytes from the start of a page to the first element of a side.
     fn offset(&self, layer: usize, side: Side) -> usize {
         let Layer { shape, offset } = &self.layers[layer];
@@ -170,9 +226,9 @@ impl KvStorage {
     }
 
     fn strides(&self, layer: usize, side: Side) -> (usize, usize, usize) {
-        let LayerShape { heads, dtype } = self.layers[layer].shape;
-        let head = self.page_size * (heads.head_dim_qk + heads.head_dim_v);
-        (width(heads, side), head, self.bytes_per_page / dtype.bytes_of(1))
+        let shape = &self.layers[layer].shape;
+        let elements = |bytes: usize| bytes * 8 / shape.dtype.bits();
+        (width(shape.heads, side), elements(shape.head_bytes(self.page_size)), elements(self.bytes_per_page))
     }
 
     fn view(&self, layer: usize, side: Side) -> Buf<'_> {
@@ -180,28 +236,37 @@ impl KvStorage {
         match self.layers[layer].shape.dtype {
             DType::F32 => Buf::F32(bytemuck::cast_slice(bytes)),
             DType::Bf16 => Buf::Bf16(bytemuck::cast_slice(bytes)),
-            other => unreachable!("{other} pages were refused"),
+            DType::F16 => Buf::F16(bytemuck::cast_slice(bytes)),
+            DType::E4m3 => Buf::E4m3(bytes),
+            DType::I8 => Buf::I8(bytemuck::cast_slice(bytes)),
+            DType::I4 => Buf::I4(bytes),
+            DType::E5m2 => unreachable!("{} pages were refused", DType::E5m2),
         }
     }
 
     fn scatter(&mut self, layer: usize, side: Side, slots: &[u64], rows: &[f32]) {
-        let LayerShape { heads, dtype } = self.layers[layer].shape;
+        let shape = self.layers[layer].shape;
         let place = Place {
             strides: self.strides(layer, side),
             page_size: self.page_size,
-            kv_heads: heads.num_kv_heads,
-            head_dim: width(heads, side),
+            kv_heads: shape.heads.num_kv_heads,
+            head_dim: width(shape.heads, side),
         };
         let offset = self.offset(layer, side);
+        if shape.dtype.is_code() {
+            let scales = self.scale_offset(layer, side) - offset;
+            let place = place.in_bytes(shape.dtype);
+            return scatter_codes(&mut self.map[offset..], &place, slots, rows, shape.dtype, scales);
+        }
         let bytes = &mut self.map[offset..];
-        match dtype {
+        match shape.dtype {
             DType::F32 => {
                 scatter(bytemuck::cast_slice_mut(bytes), &place, slots, rows, |to: &mut [f32], from| {
                     to.copy_from_slice(from)
                 })
             }
-            DType::Bf16 => scatter(bytemuck::cast_slice_mut(bytes), &place, slots, rows, to_bf16),
-            other => unreachable!("{other} pages were refused"),
+            DType::F16 => scatter(bytemuck::cast_slice_mut(bytes), &place, slots, rows, quant::to_f16),
+            _ => scatter(bytemuck::cast_slice_mut(bytes), &place, slots, rows, quant::to_bf16),
         }
     }
 }
@@ -231,6 +296,14 @@ struct Place {
     head_dim: usize,
 }
 
+impl Place {
+    /// The same with strides in bytes.
+    fn in_bytes(self, dtype: DType) -> Place {
+        let (token, head, page) = self.strides;
+        Place { strides: (dtype.bytes_of(token), dtype.bytes_of(head), dtype.bytes_of(page)), ..self }
+    }
+}
+
 /// Copies row `(t, head)` of `rows` to its place in `all`.
 fn scatter<T>(all: &mut [T], at: &Place, slots: &[u64], rows: &[f32], store: impl Fn(&mut [T], &[f32])) {
     let (token, head, page) = at.strides;
@@ -243,25 +316,59 @@ fn scatter<T>(all: &mut [T], at: &Place, slots: &[u64], rows: &[f32], store: imp
     }
 }
 
-/// Rounds to nearest, ties to even; a NaN stays a NaN of the same sign. Without branches, so that it vectorises.
-fn to_bf16(to: &mut [bf16], from: &[f32]) {
-    for (to, &from) in to.iter_mut().zip(from) {
-        let bits = from.to_bits();
-        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-        // Truncating could leave no mantissa bit, which would read as infinity: the quiet bit keeps it a NaN.
-        let nan = (bits >> 16) | 0x40;
-        let is_nan = (bits & 0x7fff_ffff) > 0x7f80_0000;
-        *to = bf16::from_bits(if is_nan { nan } else { rounded } as u16);
+/// Writes codes and scales; `at` counts bytes from the side's first code, `scales` is where its first scale lies.
+fn scatter_codes(all: &mut [u8], at: &Place, slots: &[u64], rows: &[f32], dtype: DType, scales: usize) {
+    let (token, head, page) = at.strides;
+    let row_bytes = dtype.bytes_of(at.head_dim);
+    for (&slot, row) in slots.iter().zip(rows.chunks_exact(at.kv_heads * at.head_dim)) {
+        let (p, s) = (slot as usize / at.page_size, slot as usize % at.page_size);
+        for (h, from) in row.chunks_exact(at.head_dim).enumerate() {
+            let base = p * page + h * head;
+            let scale = quant::write_codes(dtype, from, &mut all[base + s * token..][..row_bytes]);
+            let size = SCALE_DTYPE.bytes_of(1);
+            all[base + scales + s * size..][..size].copy_from_slice(&scale.to_bits().to_ne_bytes());
+        }
     }
+}
+
+/// Refuses a layer whose rows cannot be stored.
+fn check_layer(shape: &LayerShape) -> Result<(), BadArgument> {
+    shape.heads.check(OP)?;
+    if !quant::is_stored(shape.dtype) {
+        return Err(BadArgument::new(OP, "dtype", shape.dtype, "f32, bf16, f16, fp8_e4m3, int8, int4"));
+    }
+    let heads = shape.heads;
+    for (field, d) in [("head_dim_qk", heads.head_dim_qk), ("head_dim_v", heads.head_dim_v)] {
+        if shape.dtype == DType::I4 && !d.is_multiple_of(2) {
+            return Err(BadArgument::new(OP, field, d, "an even width for int4: two elements a byte"));
+        }
+    }
+    Ok(())
+}
+
+/// Bytes of one page of `page_size` tokens over all `layers`: what a cache of these layers takes.
+pub fn bytes_per_page(layers: &[LayerShape], page_size: usize) -> Result<usize, BadArgument> {
+    layers.iter().try_fold(0usize, |before, shape| {
+        check_layer(shape)?;
+        page_bytes(shape, page_size)?
+            .checked_add(before)
+            .and_then(|n| n.checked_next_multiple_of(ALIGN))
+            .ok_or_else(|| BadArgument::new(OP, "bytes_per_page", "past 2^64", "below 2^63"))
+    })
 }
 
 /// Bytes of a layer's part of a page.
 fn page_bytes(layer: &LayerShape, page_size: usize) -> Result<usize, BadArgument> {
     let heads = layer.heads;
+    if heads.values_in_keys {
+        return Err(BadArgument::new(OP, "values_in_keys", true, "false: pages of keys beside values"));
+    }
     let width = heads.head_dim_qk.checked_add(heads.head_dim_v);
     let width = width.ok_or_else(|| BadArgument::new(OP, "head_dim", "past 2^64", "below 2^63"))?;
-    let factors = [page_size, heads.num_kv_heads, width, layer.dtype.bytes_of(1)];
-    checked_product(OP, "page_size * num_kv_heads * (head_dim_qk + head_dim_v) * bytes", &factors)
+    // Room for every type and its scales: what follows cannot overflow.
+    let factors = [page_size, heads.num_kv_heads, width, 16];
+    checked_product(OP, "page_size * num_kv_heads * (head_dim_qk + head_dim_v) * bytes", &factors)?;
+    Ok(heads.num_kv_heads * layer.head_bytes(page_size))
 }
 
 fn refuse_above(bytes: usize, limit: Option<u64>) -> Result<(), BadArgument> {
@@ -283,18 +390,6 @@ fn available() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn bf16_rounding_equals_the_reference_on_every_upper_half_and_tie() {
-        for upper in 0..=u16::MAX {
-            for lower in [0u16, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
-                let x = f32::from_bits(u32::from(upper) << 16 | u32::from(lower));
-                let mut ours = [bf16::ZERO];
-                to_bf16(&mut ours, &[x]);
-                assert_eq!(ours[0].to_bits(), bf16::from_f32(x).to_bits(), "{:08x}", x.to_bits());
-            }
-        }
-    }
 
     #[test]
     fn more_than_the_machine_has_is_refused_with_both_numbers() {

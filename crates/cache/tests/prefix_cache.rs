@@ -1,12 +1,12 @@
 //! The prefix cache by its symptoms: what would go wrong, and does not.
 
-use suanpan_cache::{PageHandle, PagePool, PageTable, PrefixCache};
+use suanpan_cache::{EvictionPolicy, PageHandle, PagePool, PageTable, PrefixCache};
 
 const PAGE: usize = 16;
 
 fn cache(num_pages: usize) -> (PagePool, PrefixCache) {
     let pool = PagePool::new(num_pages, PAGE).unwrap();
-    let cache = PrefixCache::new(pool.clone(), true);
+    let cache = PrefixCache::new(pool.clone(), true, EvictionPolicy::Lru);
     (pool, cache)
 }
 
@@ -19,13 +19,12 @@ fn prompt(seed: u32, len: usize) -> Vec<u32> {
 /// table and the number of cached tokens.
 fn run(pool: &PagePool, cache: &mut PrefixCache, tokens: &[u32]) -> Option<(PageTable, usize)> {
     let mut table = PageTable::new(pool);
-    cache.lookup(0, tokens).into_iter().for_each(|page| table.push_shared(page));
-    let cached = table.capacity_tokens();
+    let cached = table.push_hit(cache.lookup(0, tokens));
     if let Err(short) = table.reserve(tokens.len()) {
         cache.evict(short.needed - short.free);
         table.reserve(tokens.len()).ok()?;
     }
-    cache.insert(0, tokens, table.pages());
+    cache.insert(0, tokens, table.pages(), 0);
     pool.check().unwrap();
     cache.check().unwrap();
     Some((table, cached))
@@ -47,11 +46,11 @@ fn one_token_is_always_left_to_compute() {
     let (pool, mut cache) = cache(8);
     let tokens = prompt(1, 48);
     drop(run(&pool, &mut cache, &tokens));
-    assert_eq!(cache.lookup(0, &tokens).len(), 2, "a whole hit would leave no token for logits");
-    assert_eq!(cache.lookup(0, &[&tokens[..], &[7]].concat()).len(), 3);
-    assert_eq!(cache.lookup(0, &tokens[..17]).len(), 1);
-    assert_eq!(cache.lookup(0, &tokens[..16]).len(), 0);
-    assert_eq!(cache.lookup(0, &[]).len(), 0);
+    assert_eq!(cache.lookup(0, &tokens).pages.len(), 2, "a whole hit would leave no token for logits");
+    assert_eq!(cache.lookup(0, &[&tokens[..], &[7]].concat()).pages.len(), 3);
+    assert_eq!(cache.lookup(0, &tokens[..17]).pages.len(), 1);
+    assert_eq!(cache.lookup(0, &tokens[..16]).pages.len(), 0);
+    assert_eq!(cache.lookup(0, &[]).pages.len(), 0);
 }
 
 #[test]
@@ -60,20 +59,20 @@ fn one_tenant_never_sees_the_pages_of_another() {
     let tokens = prompt(1, 33);
     let mut table = PageTable::new(&pool);
     table.reserve(33).unwrap();
-    assert_eq!(cache.insert(7, &tokens, table.pages()), 2);
+    assert_eq!(cache.insert(7, &tokens, table.pages(), 0), 3);
     assert!(cache.lookup(8, &tokens).is_empty());
-    assert_eq!(ids(&cache.lookup(7, &tokens)), table.ids()[..2]);
-    assert_eq!(cache.insert(8, &tokens, table.pages()), 0, "a page is published under one prefix only");
+    assert_eq!(ids(&cache.lookup(7, &tokens).pages), table.ids()[..2]);
+    assert_eq!(cache.insert(8, &tokens, table.pages(), 0), 0, "a page is published under one prefix only");
     assert!(cache.lookup(8, &tokens).is_empty());
 }
 
 #[test]
-fn a_page_that_is_still_being_filled_is_not_published() {
+fn tokens_that_are_not_computed_are_not_published() {
     let (pool, mut cache) = cache(8);
     let mut table = PageTable::new(&pool);
     table.reserve(64).unwrap();
-    assert_eq!(cache.insert(0, &prompt(1, 31), table.pages()), 1);
-    assert_eq!(cache.lookup(0, &prompt(1, 64)).len(), 1);
+    assert_eq!(cache.insert(0, &prompt(1, 31), table.pages(), 0), 2);
+    assert_eq!(cache.lookup(0, &prompt(1, 64)).tokens(PAGE), 31);
 }
 
 #[test]
@@ -83,10 +82,10 @@ fn duplicates_keep_the_page_that_was_there_first() {
     let (mut first, mut second) = (PageTable::new(&pool), PageTable::new(&pool));
     first.reserve(48).unwrap();
     second.reserve(48).unwrap();
-    assert_eq!(cache.insert(0, &tokens[..32], first.pages()), 2);
-    assert_eq!(cache.insert(0, &tokens, second.pages()), 1);
+    assert_eq!(cache.insert(0, &tokens[..32], first.pages(), 0), 2);
+    assert_eq!(cache.insert(0, &tokens, second.pages(), 0), 1);
     let hit = cache.lookup(0, &prompt(1, 49));
-    assert_eq!(ids(&hit), [first.ids()[0], first.ids()[1], second.ids()[2]]);
+    assert_eq!(ids(&hit.pages), [first.ids()[0], first.ids()[1], second.ids()[2]]);
     drop((hit, first, second));
     assert_eq!((cache.cached_pages(), pool.num_free()), (3, 5));
     balanced(&pool, &cache, &[]);
@@ -95,10 +94,10 @@ fn duplicates_keep_the_page_that_was_there_first() {
 #[test]
 fn a_switched_off_cache_keeps_nothing() {
     let pool = PagePool::new(4, PAGE).unwrap();
-    let mut cache = PrefixCache::new(pool.clone(), false);
+    let mut cache = PrefixCache::new(pool.clone(), false, EvictionPolicy::Lru);
     assert!(!cache.is_enabled());
     drop(run(&pool, &mut cache, &prompt(1, 48)));
-    assert_eq!((cache.lookup(0, &prompt(1, 48)).len(), pool.num_free()), (0, 4));
+    assert_eq!((cache.lookup(0, &prompt(1, 48)).pages.len(), pool.num_free()), (0, 4));
 }
 
 /// C17: the pages of a looked-up prefix must not be handed to another request of the same tick.
@@ -111,7 +110,7 @@ fn c17_a_looked_up_page_is_not_taken_before_it_is_pinned() {
         assert_eq!((pool.num_free(), cache.evictable_pages()), (4, 4));
         let a = [&prefix[..], &prompt(2, 16)].concat();
         let b = prompt(3, 80);
-        let prefix_ids = ids(&cache.lookup(0, &prompt(1, 65)));
+        let prefix_ids = ids(&cache.lookup(0, &prompt(1, 65)).pages);
         let order: [&[u32]; 2] = if round % 2 == 0 { [&a, &b] } else { [&b, &a] };
         let running: Vec<_> = order.map(|tokens| run(&pool, &mut cache, tokens)).into();
         // A needs one page beside its four, B five of the eight: both never fit at once, so the second waits.
@@ -143,10 +142,10 @@ fn c19_a_hit_is_never_counted_past_an_evicted_page() {
     // Only ends go: evicting one page takes c, and the hit ends where the tree does.
     assert_eq!(cache.evict(1), 1);
     assert_eq!(pool.alloc().unwrap().id(), c);
-    assert_eq!(ids(&cache.lookup(0, &prompt(1, 49))), [a, b]);
+    assert_eq!(ids(&cache.lookup(0, &prompt(1, 49)).pages), [a, b]);
     // a can only go when b is gone.
     assert_eq!(cache.evict(2), 2);
-    assert_eq!(cache.lookup(0, &tokens).len(), 0);
+    assert_eq!(cache.lookup(0, &tokens).pages.len(), 0);
     // Another prefix now lives in a's page.
     let (other, cached) = run(&pool, &mut cache, &prompt(2, 48)).unwrap();
     assert!(cached == 0 && other.ids().contains(&a));
@@ -160,10 +159,10 @@ fn c19_a_hit_is_never_counted_past_an_evicted_page() {
 fn c19_evicting_above_a_held_page_forgets_the_held_page() {
     let (pool, mut cache) = cache(6);
     drop(run(&pool, &mut cache, &prompt(1, 48)));
-    let tail = cache.lookup(0, &prompt(1, 49)).pop().unwrap();
+    let tail = cache.lookup(0, &prompt(1, 49)).pages.pop().unwrap();
     assert_eq!(cache.evictable_pages(), 2);
     assert_eq!(cache.evict(usize::MAX), 2);
-    assert_eq!((cache.cached_pages(), cache.lookup(0, &prompt(1, 49)).len()), (0, 0));
+    assert_eq!((cache.cached_pages(), cache.lookup(0, &prompt(1, 49)).pages.len()), (0, 0));
     pool.check_holders([tail.id()]).unwrap();
     cache.check().unwrap();
 }
@@ -177,8 +176,7 @@ fn c20_abort_in_a_chunked_prefill_returns_everything() {
     for round in 0..50 {
         other.reserve(round % 48 + 1).unwrap();
         let mut table = PageTable::new(&pool);
-        cache.lookup(0, &prompt_a).into_iter().for_each(|page| table.push_shared(page));
-        let mut computed = table.capacity_tokens();
+        let mut computed = table.push_hit(cache.lookup(0, &prompt_a));
         // Two chunks, reserved as they come; the client leaves in the middle of the third.
         for _ in 0..2 {
             let end = (computed + chunk + 5).min(prompt_a.len());
@@ -187,11 +185,11 @@ fn c20_abort_in_a_chunked_prefill_returns_everything() {
                 table.reserve(end).unwrap();
             }
             computed = end;
-            cache.insert(0, &prompt_a[..computed], table.pages());
+            cache.insert(0, &prompt_a[..computed], table.pages(), 0);
             balanced(&pool, &cache, &[&table, &other]);
         }
         drop(table);
-        let hit = cache.lookup(0, &prompt_a).len() * PAGE;
+        let hit = cache.lookup(0, &prompt_a).pages.len() * PAGE;
         assert_eq!(hit, (computed / PAGE * PAGE).min((prompt_a.len() - 1) / PAGE * PAGE));
         balanced(&pool, &cache, &[&other]);
         if round % 7 == 6 {
@@ -211,7 +209,8 @@ fn the_least_recently_used_prefix_goes_first_and_shared_heads_last() {
         drop(run(&pool, &mut cache, &branch(n)));
     }
     assert_eq!(cache.cached_pages(), 5);
-    let found = |cache: &mut PrefixCache, n: u32| cache.lookup(0, &[&branch(n)[..], &[0]].concat()).len();
+    let found =
+        |cache: &mut PrefixCache, n: u32| cache.lookup(0, &[&branch(n)[..], &[0]].concat()).pages.len();
     assert_eq!(found(&mut cache, 1), 3);
     assert_eq!(cache.evict(1), 1);
     let hits = [1, 2, 3].map(|n| found(&mut cache, n));
@@ -230,5 +229,5 @@ fn clearing_frees_idle_pages_and_leaves_held_ones_to_their_holders() {
     cache.clear();
     assert_eq!((pool.num_free(), cache.cached_pages()), (5, 0));
     balanced(&pool, &cache, &[&table]);
-    assert_eq!(cache.insert(0, &prompt(2, 48), table.pages()), 3, "and they can be published again");
+    assert_eq!(cache.insert(0, &prompt(2, 48), table.pages(), 0), 3, "and they can be published again");
 }

@@ -6,7 +6,7 @@ use suanpan_base::{Buf, DType, HeadShape};
 use suanpan_cache::{KvStorage, LayerShape, PagePool, PageTable};
 
 fn shape(num_kv_heads: usize, head_dim_qk: usize, head_dim_v: usize, dtype: DType) -> LayerShape {
-    let heads = HeadShape { num_q_heads: num_kv_heads, num_kv_heads, head_dim_qk, head_dim_v };
+    let heads = HeadShape::with_widths(num_kv_heads, num_kv_heads, head_dim_qk, head_dim_v);
     LayerShape { heads, dtype }
 }
 
@@ -156,4 +156,88 @@ fn storage_becomes_resident_only_as_it_is_written() {
     storage.write(2, &[77], &[1.0; 1024], &[1.0; 1024]);
     let grown = resident().saturating_sub(before);
     assert!(grown < 64 << 20, "{grown} bytes became resident of {}", storage.bytes());
+}
+
+/// Rows of every stored type come back through their strides and scales, wherever their slots lie and whatever is written later.
+#[test]
+fn codes_and_their_scales_are_found_at_their_slots() {
+    let (kv_heads, dims, page_size, pages) = (3, (64, 32), 16, 7);
+    let mut x = 3u32;
+    let mut random = || {
+        x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        x as i32 as f32 / i32::MAX as f32
+    };
+    for (dtype, step) in [(DType::F16, 1e-3), (DType::E4m3, 0.036), (DType::I8, 0.0041), (DType::I4, 0.073)] {
+        let shape = shape(kv_heads, dims.0, dims.1, dtype);
+        let mut storage = KvStorage::new(&[shape, shape], pages, page_size).unwrap();
+        assert_eq!(storage.bytes_per_page(), suanpan_cache::bytes_per_page(&[shape; 2], page_size).unwrap());
+        let mut slots: Vec<u64> = (0..(pages * page_size) as u64).collect();
+        (1..slots.len()).for_each(|i| slots.swap(i, (random().abs() * i as f32) as usize));
+        let rows = |dim: usize, random: &mut dyn FnMut() -> f32| -> Vec<f32> {
+            // Heads and tokens of very different sizes: a scale taken from a neighbour shows.
+            (0..slots.len() * kv_heads * dim)
+                .map(|i| random() * 2f32.powi((i / dim % 11) as i32 * 3 - 15))
+                .collect()
+        };
+        let (k, v) = (rows(dims.0, &mut random), rows(dims.1, &mut random));
+        for (i, slot) in slots.iter().enumerate() {
+            let row = |all: &[f32], dim: usize| all[i * kv_heads * dim..(i + 1) * kv_heads * dim].to_vec();
+            let written = storage.write(1, &[*slot], &row(&k, dims.0), &row(&v, dims.1));
+            assert_eq!(written, shape.bytes(1));
+        }
+        let sides = [
+            (&k, dims.0, storage.k(1), storage.k_strides(1), storage.k_scales(1)),
+            (&v, dims.1, storage.v(1), storage.v_strides(1), storage.v_scales(1)),
+        ];
+        for (rows, dim, codes, strides, scales) in sides {
+            for (i, row) in rows.chunks_exact(dim).enumerate() {
+                let (slot, head) = (slots[i / kv_heads] as usize, i % kv_heads);
+                let (page, slot) = (slot / page_size, slot % page_size);
+                let s = storage.scale_strides(1);
+                let scale =
+                    if scales.is_empty() { 1.0 } else { scales.get(page * s.2 + head * s.1 + slot * s.0) };
+                let top = row.iter().fold(0f32, |m, x| m.max(x.abs()));
+                for (j, &x) in row.iter().enumerate() {
+                    let found = at(codes, strides, page, head, slot, j) * scale;
+                    // f16 has 2^-24 as its smallest step.
+                    assert!((found - x).abs() <= step * top + 6e-8, "{dtype}: {x} became {found}");
+                }
+            }
+        }
+        assert!((0..storage.k_scales(0).len().min(64)).all(|i| storage.k_scales(0).get(i) == 0.0));
+    }
+}
+
+/// C23: a page copied takes its scales along.
+#[test]
+fn c23_a_copied_page_keeps_its_own_scales() {
+    let shape = shape(2, 8, 8, DType::I8);
+    let mut storage = KvStorage::new(&[shape; 3], 4, 4).unwrap();
+    for layer in 0..3 {
+        for slot in 0..16u64 {
+            let row = [(slot + 1) as f32 * 10f32.powi(layer as i32); 16];
+            storage.write(layer, &[slot], &row, &row);
+        }
+    }
+    storage.copy_page(1, 3);
+    assert_eq!(storage.page(1), storage.page(3));
+    let (strides, scales) = (storage.scale_strides(2), storage.v_scales(2));
+    for slot in 0..4 {
+        let found = at(storage.v(2), storage.v_strides(2), 3, 1, slot, 7)
+            * scales.get(3 * strides.2 + strides.1 + slot);
+        assert!((found - (slot + 5) as f32 * 100.0).abs() < 5.0, "{found}");
+    }
+}
+
+#[test]
+fn capacity_of_each_type_at_width_64() {
+    let per_page = |dtype| suanpan_cache::bytes_per_page(&[shape(3, 64, 64, dtype); 30], 16).unwrap() as f64;
+    let ratio = |dtype| per_page(DType::Bf16) / per_page(dtype);
+    assert!(ratio(DType::I8) >= 1.9 && ratio(DType::E4m3) >= 1.9 && ratio(DType::I4) >= 3.4);
+    let refused = suanpan_cache::bytes_per_page(&[shape(3, 64, 64, DType::E5m2)], 16).unwrap_err();
+    assert_eq!(refused.field, "dtype");
+    assert_eq!(
+        suanpan_cache::bytes_per_page(&[shape(3, 63, 64, DType::I4)], 16).unwrap_err().field,
+        "head_dim_qk"
+    );
 }

@@ -233,6 +233,17 @@ impl Gpu {
             .map_err(call("cuMemsetD32Async"))
     }
 
+    /// Copies `host` to `address` in the stream's order; `host` is free when the call returns. (A copy outside the stream may still be on its
+    /// way when the stream's next kernel starts.)
+    ///
+    /// # Safety
+    /// The bytes are device memory that nothing outside the stream uses until it has run the copy.
+    pub unsafe fn copy<T: Copy>(&self, address: Address, host: &[T]) -> Result<(), Error> {
+        // SAFETY: the caller vouches for the memory; plain data is copied, from pageable memory and so staged before the call returns.
+        unsafe { result::memcpy_htod_async(address, host, self.stream.cu_stream()) }
+            .map_err(call("cuMemcpyHtoDAsync"))
+    }
+
     /// Waits for everything on the stream.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.stream.synchronize().map_err(call("cuStreamSynchronize"))

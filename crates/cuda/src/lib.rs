@@ -1,13 +1,14 @@
 //! Hopper kernels and their raw launches: the only crate that sees nvcc and the CUDA driver.
 //!
-//! Not here: choosing a kernel, planning a workspace, or any transformer. A launch takes device addresses and shapes,
-//! checks what the hardware would otherwise answer with garbage, and puts one kernel on a stream.
+//! [`plan`] is the way in: the CPU's `suanpan_attn::Problem` becomes a kernel with its reasons, and runs. [`attention`] holds the raw launches under it:
+//! a launch takes device addresses and shapes, checks what the hardware would otherwise answer with garbage, and puts one kernel on a
+//! stream. Not here: any transformer.
 //!
 //! Without the feature `cuda` this crate is empty. With it, the build compiles `kernels/**` with nvcc 13.0 and fails on a spill or on products that
 //! the assembler serialises; the cubins are embedded, so that a binary starts on a machine without a GPU and says so.
 //!
 //! `kernels/attention/forward.cu`: bf16 and fp16, head dims 64, 96, 128, 192, 192/128, 256; full, causal, windows, chunks, tree masks, softcap, ALiBi,
-//! sinks; grouped heads, packed ragged sequences, contiguous or paged K and V, lse out.
+//! sinks, bias, dropout; grouped heads, packed ragged sequences, contiguous or paged K and V, lse out.
 //! `kernels/attention/forward_fp8.cu`: e4m3 q, k, v, bf16 o, head dims 128 and 256, full and causal, scales a (sequence, kv head), lse out.
 //! `kernels/attention/decode_cluster.cu`: decode over bf16, e4m3, 8-bit and 4-bit K and V, head dims 64, 128, 256, pages of any multiple of 16
 //! tokens, lengths and page tables read on the device, softcap, ALiBi, window and sinks, batch-invariant where asked.

@@ -67,6 +67,8 @@ mod tests {
                     prompt,
                     max_total,
                     reuse_prefix: false,
+                    fork_of: None,
+                    cache_priority: 0,
                 })
                 .unwrap();
         }

@@ -19,6 +19,7 @@ mod stats;
 mod step;
 pub mod stop;
 mod stream;
+mod tiers;
 
 pub use door::Door;
 pub use handle::{EngineHandle, HandleOptions, Shutdown, SubmitError};
@@ -29,3 +30,4 @@ pub use runner::StepModel;
 pub use stats::{EngineStats, Totals};
 pub use step::Engine;
 pub use stream::{Stream, TimedOut};
+pub use tiers::DiskOptions;

@@ -4,8 +4,8 @@ use std::fmt;
 
 use suanpan_base::error::checked_product;
 use suanpan_base::{BadArgument, DType};
-use suanpan_cache::LayerShape;
 use suanpan_cache::memory::HostMemory;
+use suanpan_cache::{EvictionPolicy, LayerSet, LayerShape};
 use suanpan_model::ModelConfig;
 use suanpan_ops::Precision;
 
@@ -36,6 +36,10 @@ pub struct EngineOptions {
     pub page_size: usize,
     /// Element type of stored keys and values.
     pub kv_cache_dtype: DType,
+    /// Layers that store bf16 all the same, where the type has fewer bits.
+    pub kv_cache_dtype_skip_layers: LayerSet,
+    /// A request's logits have the same bits whatever is cached, chunked or batched around it.
+    pub batch_invariant: bool,
     /// Bytes of the KV cache. Reserved as addresses; memory is taken as pages are first used.
     pub kv_cache_memory_bytes: Option<u64>,
     /// Pages of the KV cache instead of bytes (`--num-gpu-blocks-override`).
@@ -46,6 +50,8 @@ pub struct EngineOptions {
     pub precision: Precision,
     /// Keep computed prefixes for later requests.
     pub enable_prefix_caching: bool,
+    /// Which cached prefixes go first when pages are needed.
+    pub prefix_cache_eviction: EvictionPolicy,
     /// Preemptions after which a request keeps its pages to the end.
     pub max_preemptions: u32,
     /// Younger requests that may pass one that does not fit.
@@ -64,11 +70,14 @@ impl Default for EngineOptions {
             long_prefill_token_threshold: s.long_prefill_token_threshold,
             page_size: 16,
             kv_cache_dtype: DType::Bf16,
+            kv_cache_dtype_skip_layers: LayerSet::NONE,
+            batch_invariant: false,
             kv_cache_memory_bytes: None,
             num_pages_override: None,
             threads: 0,
             precision: Precision::Int16,
             enable_prefix_caching: true,
+            prefix_cache_eviction: s.eviction,
             max_preemptions: s.max_preemptions,
             max_overtaken: s.max_overtaken,
             seed: None,
@@ -130,6 +139,7 @@ impl EngineOptions {
             long_prefill_token_threshold: self.long_prefill_token_threshold,
             max_preemptions: self.max_preemptions,
             max_overtaken: self.max_overtaken,
+            eviction: self.prefix_cache_eviction,
         }
     }
 
@@ -155,8 +165,11 @@ impl EngineOptions {
                 format!("1 to {model_max} (the model's limit)"),
             ));
         }
-        let layer = LayerShape { heads: config.heads, dtype: self.kv_cache_dtype };
-        let bytes_per_page = layer.bytes(self.page_size) * config.layers.len() as u64;
+        let spared = self.kv_cache_dtype_skip_layers;
+        let dtype = |layer| spared.stored(self.kv_cache_dtype, layer);
+        let layers: Vec<LayerShape> =
+            (0..config.layers.len()).map(|i| LayerShape { heads: config.heads, dtype: dtype(i) }).collect();
+        let bytes_per_page = suanpan_cache::bytes_per_page(&layers, self.page_size)? as u64;
         let (num_pages, reason) = self.pages(model_max, bytes_per_page, memory)?;
         let tokens = checked_product(OP, "num_pages * block_size", &[num_pages, self.page_size])?;
         let max_model_len = match self.max_model_len {
@@ -249,7 +262,7 @@ mod tests {
     fn bytes_per_token() -> u64 {
         let config = recall::config();
         let heads = config.heads;
-        (config.layers.len() * heads.num_kv_heads * (heads.head_dim_qk + heads.head_dim_v) * 2) as u64
+        (config.layers.len() * heads.num_kv_heads * heads.kv_width() * 2) as u64
     }
 
     #[test]

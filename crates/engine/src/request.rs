@@ -23,6 +23,11 @@ pub struct Request {
     pub params: SamplingParams,
     /// Only requests of the same namespace share cached prefixes.
     pub namespace: u64,
+    /// An earlier request of the same prompt and namespace, of which this one is another choice: the prompt is computed once and
+    /// its pages are shared.
+    pub fork_of: Option<RequestKey>,
+    /// The prefixes of requests with a higher number stay in the cache longer, under the eviction policy `priority`.
+    pub cache_priority: i32,
 }
 
 /// Why the output ended.

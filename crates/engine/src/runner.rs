@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use suanpan_cache::KvStorage;
+use suanpan_cache::{KvStorage, LayerShape};
 use suanpan_ledger::AttnBooks;
 use suanpan_model::forward::{ExecOptions, Executor, StepBatch, StepSeq};
 use suanpan_model::{Model, ModelError};
@@ -15,6 +15,12 @@ pub(crate) const MAX_LOGIT_ROWS: usize = suanpan_model::forward::MAX_LOGIT_ROWS;
 
 /// Runs steps over a KV cache of its own. Simulators and fault-injection tests bring theirs.
 pub trait StepModel: Send {
+    /// Copies the pages `(from, to)`, in order, before the next step writes.
+    fn copy_pages(&mut self, copies: &[(u32, u32)]) -> Result<(), ModelError>;
+    /// The bytes of a page, all layers.
+    fn page(&self, page: u32) -> &[u8];
+    /// The same, to be filled with a page of the same layout.
+    fn page_mut(&mut self, page: u32) -> &mut [u8];
     /// Computes the batch's new tokens.
     fn step(&mut self, batch: &StepBatch) -> Result<(), ModelError>;
     /// Logits `[rows, vocab_size]` of some logit rows of the last step; at most 64 at once.
@@ -40,6 +46,8 @@ impl Resident {
         let exec = ExecOptions {
             precision: options.precision,
             kv_dtype: options.kv_cache_dtype,
+            kv_spared: options.kv_cache_dtype_skip_layers,
+            batch_invariant: options.batch_invariant,
             threads: options.resolved_threads(),
             max_tokens: options.max_num_batched_tokens,
             max_seqs: options.max_num_seqs,
@@ -49,6 +57,11 @@ impl Resident {
         let executor = Executor::new(Arc::clone(model), exec)?;
         let storage = KvStorage::new(&executor.kv_layers(), sizing.num_pages, sizing.page_size)?;
         Ok(Resident { executor, storage })
+    }
+
+    /// What a page holds.
+    pub fn kv_layers(&self) -> Vec<LayerShape> {
+        self.executor.kv_layers()
     }
 
     /// Activation memory and the attention plans, for the start report.
@@ -63,6 +76,19 @@ impl Resident {
 }
 
 impl StepModel for Resident {
+    fn copy_pages(&mut self, copies: &[(u32, u32)]) -> Result<(), ModelError> {
+        copies.iter().for_each(|&(from, to)| self.storage.copy_page(from, to));
+        Ok(())
+    }
+
+    fn page(&self, page: u32) -> &[u8] {
+        self.storage.page(page)
+    }
+
+    fn page_mut(&mut self, page: u32) -> &mut [u8] {
+        self.storage.page_mut(page)
+    }
+
     fn step(&mut self, batch: &StepBatch) -> Result<(), ModelError> {
         self.executor.step(batch, &mut self.storage)
     }

@@ -15,11 +15,15 @@
 use std::collections::VecDeque;
 
 use suanpan_base::BadArgument;
-use suanpan_cache::{CacheBooks, Imbalance, PageHandle, PagePool, PrefixCache};
+use suanpan_cache::{
+    CacheBooks, EvictionPolicy, Hit, Imbalance, OutOfPages, PageCopy, PagePool, PrefixCache,
+};
 
 use crate::request::{Event, RequestKey};
 use crate::sequence::Seq;
 pub use crate::sequence::{Closed, SeqSpec};
+
+mod sharing;
 
 const OP: &str = "scheduler";
 
@@ -39,6 +43,8 @@ pub struct SchedulerOptions {
     pub max_preemptions: u32,
     /// Younger requests that may pass one that does not fit.
     pub max_overtaken: u32,
+    /// Which cached prefixes go first.
+    pub eviction: EvictionPolicy,
 }
 
 impl Default for SchedulerOptions {
@@ -49,6 +55,7 @@ impl Default for SchedulerOptions {
             long_prefill_token_threshold: 0,
             max_preemptions: 2,
             max_overtaken: 32,
+            eviction: EvictionPolicy::Lru,
         }
     }
 }
@@ -103,6 +110,8 @@ pub struct Schedule {
     pub admitted: Vec<Admission>,
     /// Who lost its pages.
     pub preempted: Vec<RequestKey>,
+    /// Pages to copy, (from, to), before anything is computed; then [`Scheduler::copied`].
+    pub copies: Vec<(u32, u32)>,
     /// How many running requests wait for a page.
     pub stalled: usize,
 }
@@ -117,6 +126,7 @@ impl Schedule {
         self.chunks.clear();
         self.admitted.clear();
         self.preempted.clear();
+        self.copies.clear();
         self.stalled = 0;
     }
 }
@@ -143,7 +153,8 @@ pub struct Scheduler {
     running: Vec<Seq>,
     /// In order of arrival.
     waiting: VecDeque<Seq>,
-    newest: Option<RequestKey>,
+    /// Copies of the schedule under way: they keep their sources from being handed out.
+    copying: Vec<PageCopy>,
     /// Rises whenever pages come back or become shareable; a request that did not fit is not tried again before.
     supply: u64,
     totals: SchedulerTotals,
@@ -175,39 +186,54 @@ impl Scheduler {
         if opts.max_preemptions == 0 {
             return bad("max_preemptions", 0, "at least 1");
         }
-        let prefix = PrefixCache::new(pool.clone(), enable_prefix_caching);
+        let prefix = PrefixCache::new(pool.clone(), enable_prefix_caching, opts.eviction);
         Ok(Scheduler {
             opts,
             pool,
             prefix,
             running: Vec::with_capacity(opts.max_num_seqs),
             waiting: VecDeque::new(),
-            newest: None,
+            copying: Vec::new(),
             supply: 0,
             totals: SchedulerTotals::default(),
         })
     }
 
-    /// Queues a request. Refused: one that could not run even alone, and keys out of order.
+    /// Queues a request. Refused: one that could not run even alone, and keys in use.
     pub fn submit(&mut self, spec: SeqSpec) -> Result<(), BadArgument> {
-        check_fits(spec.prompt.len(), spec.max_total, &self.pool)?;
-        if self.newest.is_some_and(|newest| spec.key <= newest) {
-            return Err(BadArgument::new(OP, "key", spec.key.0, "a key above every earlier one"));
-        }
-        self.newest = Some(spec.key);
-        self.waiting.push_back(Seq::new(spec, &self.pool));
+        self.check_submit(&spec)?;
+        // One that was held back for its pages comes later than its key says.
+        let place = self.waiting.partition_point(|s| s.key < spec.key);
+        self.waiting.insert(place, Seq::new(spec, &self.pool));
         Ok(())
+    }
+
+    /// What [`Scheduler::submit`] would refuse.
+    pub fn check_submit(&self, spec: &SeqSpec) -> Result<(), BadArgument> {
+        check_fits(spec.prompt.len(), spec.max_total, &self.pool)?;
+        self.check_fork(spec)?;
+        if self.find(spec.key).is_some() {
+            return Err(BadArgument::new(OP, "key", spec.key.0, "a key that no request has"));
+        }
+        Ok(())
+    }
+
+    /// The end of a request that was never submitted.
+    pub fn close_unseen(&self, spec: SeqSpec) -> Closed {
+        Seq::new(spec, &self.pool).close(self.pool.page_size(), false)
     }
 
     /// Plans the next step into `out`. Every chunk must then be computed and confirmed by [`Scheduler::computed`].
     pub fn schedule(&mut self, out: &mut Schedule) {
         out.clear();
+        self.copied();
         let mut budget = self.opts.max_num_batched_tokens;
         self.schedule_decodes(&mut budget, out);
         self.schedule_prompts(&mut budget, out);
         if out.preempted.is_empty() && out.stalled == 0 {
             self.admit(&mut budget, out);
         }
+        out.copies.extend(self.copying.iter().map(|copy| (copy.from.id(), copy.to)));
     }
 
     /// Confirms that a chunk's keys and values are in its pages.
@@ -218,15 +244,19 @@ impl Scheduler {
     }
 
     /// Makes a prompt that is complete visible to the prefix cache. Called once its logits have been looked at: what a broken
-    /// prompt left in its pages must not reach others.
-    pub fn publish_prompt(&mut self, key: RequestKey) {
-        let Some(at) = self.running_at(key) else { return };
+    /// prompt left in its pages must not reach others. True the first time.
+    pub fn publish_prompt(&mut self, key: RequestKey) -> bool {
+        let Some(at) = self.running_at(key) else { return false };
         let seq = &mut self.running[at];
         if !seq.published && seq.computed >= seq.prompt_len {
             seq.published = true;
-            self.prefix.insert(seq.namespace, &seq.tokens[..seq.prompt_len], seq.pages.pages());
+            seq.prompt_done = true;
+            let prompt = &seq.tokens[..seq.prompt_len];
+            self.prefix.insert(seq.namespace, prompt, seq.pages.pages(), seq.cache_priority);
             self.supply += 1;
+            return true;
         }
+        false
     }
 
     /// Adds a drawn token to a running request.
@@ -236,7 +266,7 @@ impl Scheduler {
         }
     }
 
-    /// Ends a request whose output is complete; its whole pages stay in the prefix cache until they are needed.
+    /// Ends a request whose output is complete; its pages stay in the prefix cache until they are needed.
     pub fn finish(&mut self, key: RequestKey) -> Option<Closed> {
         let at = self.running_at(key)?;
         self.publish(at);
@@ -268,6 +298,11 @@ impl Scheduler {
         let seq = &self.running[self.running_at(key)?];
         let cached_tokens = seq.cached_tokens.unwrap_or(0);
         Some(Progress { cached_tokens, computed_tokens: seq.computed, known_tokens: seq.tokens.len() })
+    }
+
+    /// The namespace of a running request.
+    pub fn namespace(&self, key: RequestKey) -> Option<u64> {
+        self.running_at(key).map(|at| self.running[at].namespace)
     }
 
     /// Requests that hold pages.
@@ -305,7 +340,7 @@ impl Scheduler {
     pub fn check_cheaply(&self) -> Result<(), Imbalance> {
         let books = self.pool.books();
         books.check()?;
-        let held: usize = self.running.iter().map(|s| s.pages.ids().len()).sum();
+        let held = self.running.iter().map(|s| s.pages.ids().len()).sum::<usize>() + self.copying.len();
         if books.active_pages > held {
             let (kept, recomputed) = (books.active_pages, held);
             return Err(Imbalance::Counter { counter: "active_pages (upper bound)", kept, recomputed });
@@ -316,6 +351,7 @@ impl Scheduler {
     /// O(pages): every reference to every page is accounted for by a running request or the prefix cache.
     pub fn check(&self) -> Result<(), Imbalance> {
         let held = self.running.iter().flat_map(|s| s.pages.ids().iter().copied());
+        let held = held.chain(self.copying.iter().map(|copy| copy.from.id()));
         self.pool.check_holders(held.chain(self.prefix.ids()))?;
         self.prefix.check()?;
         self.check_cheaply()
@@ -361,12 +397,7 @@ impl Scheduler {
     /// Pages for the next token of the running request at `at`.
     fn make_room(&mut self, at: usize, out: &mut Schedule) -> Room {
         loop {
-            let seq = &mut self.running[at];
-            let tokens = seq.tokens.len();
-            let Err(short) = seq.pages.reserve(tokens) else {
-                seq.note_pages();
-                return Room::Reserved;
-            };
+            let Err(short) = self.prepare(at) else { return Room::Reserved };
             if self.prefix.evict(short.needed - short.free) > 0 {
                 continue;
             }
@@ -381,6 +412,15 @@ impl Scheduler {
                 None => return Room::Stalled,
             }
         }
+    }
+
+    /// Makes the next token of the running request at `at` writable: a page for it, and one of its own.
+    fn prepare(&mut self, at: usize) -> Result<(), OutOfPages> {
+        let seq = &mut self.running[at];
+        seq.pages.reserve(seq.tokens.len())?;
+        self.copying.extend(seq.pages.make_writable(seq.computed)?);
+        seq.note_pages();
+        Ok(())
     }
 
     /// Takes the pages of a running request; it keeps its tokens and waits at its place in the order of arrival.
@@ -426,33 +466,33 @@ impl Scheduler {
 
     /// Gives the waiting request at `at` its pages, if they are there. Prefix hits are pinned before anything is evicted.
     fn try_admit(&mut self, at: usize, out: &mut Schedule) -> bool {
-        let page_size = self.pool.page_size();
         let seq = &self.waiting[at];
         if seq.blocked_at == Some(self.supply) {
             return false;
         }
-        let hits: Vec<PageHandle> =
-            if seq.reuse_prefix { self.prefix.lookup(seq.namespace, &seq.tokens) } else { Vec::new() };
-        let hit_tokens = hits.len() * page_size;
-        // Each running request may soon want one page more; admitting into those would only cause a preemption.
-        let growing = self.running.iter().filter(|s| s.preemptions < self.opts.max_preemptions).count();
-        let wanted = seq.wanted_tokens(self.opts.max_preemptions).div_ceil(page_size) - hits.len();
-        let fits = wanted + growing <= self.pool.books().available_pages();
-        if !fits || self.better_after_a_neighbour(seq, hit_tokens) {
+        let mut hit =
+            if seq.reuse_prefix { self.prefix.lookup(seq.namespace, &seq.tokens) } else { Hit::default() };
+        if !self.fits(seq, &hit) {
+            // A page held only to be copied may be the very one that is missing.
+            hit.partial = None;
+        }
+        if !self.fits(seq, &hit) || self.better_after_a_neighbour(seq, hit.tokens(self.pool.page_size())) {
             self.waiting[at].blocked_at = Some(self.supply);
             return false;
         }
         let protected = seq.preemptions >= self.opts.max_preemptions;
         let reserve = if protected { seq.most_tokens() } else { seq.tokens.len() };
-        let missing = reserve.div_ceil(page_size) - hits.len();
+        let missing = reserve.div_ceil(self.pool.page_size()) - hit.pages.len();
         self.prefix.evict(missing.saturating_sub(self.pool.num_free()));
         let seq = &mut self.waiting[at];
-        hits.into_iter().for_each(|page| seq.pages.push_shared(page));
-        if seq.pages.reserve(reserve).is_err() {
+        let hit_tokens = seq.pages.push_hit(hit);
+        let copied = seq.pages.reserve(reserve).and_then(|()| seq.pages.make_writable(hit_tokens));
+        let Ok(copied) = copied else {
             // The books promised the pages; if they are wrong `check` says so, and the request waits unharmed.
             seq.pages.truncate_to(0);
             return false;
-        }
+        };
+        self.copying.extend(copied);
         seq.computed = hit_tokens;
         seq.hit_tokens += hit_tokens;
         seq.reserved_tokens = seq.reserved_tokens.max(reserve);
@@ -466,30 +506,23 @@ impl Scheduler {
         true
     }
 
-    /// Whether a prompt under way will soon publish most of what `seq` would have to compute itself. Waiting for it is bounded:
-    /// that prompt has its pages, and a request that was overtaken often enough does not wait.
-    fn better_after_a_neighbour(&self, seq: &Seq, hit_tokens: usize) -> bool {
-        if !seq.reuse_prefix || !self.prefix.is_enabled() || seq.overtaken >= self.opts.max_overtaken {
-            return false;
-        }
-        let page_size = self.pool.page_size();
-        let usable = seq.tokens.len() - 1;
-        self.running.iter().filter(|s| !s.published && s.namespace == seq.namespace).any(|s| {
-            let same = s.tokens[..s.prompt_len]
-                .iter()
-                .zip(&seq.tokens[..usable])
-                .take_while(|(a, b)| a == b)
-                .count();
-            let gain = (same / page_size * page_size).saturating_sub(hit_tokens);
-            2 * gain >= seq.tokens.len() - hit_tokens
-        })
+    /// Whether a waiting request would find its pages beside what `hit` pins.
+    fn fits(&self, seq: &Seq, hit: &Hit) -> bool {
+        let wanted = seq.wanted_tokens(self.opts.max_preemptions).div_ceil(self.pool.page_size());
+        wanted - hit.pages.len() + self.growing() <= self.pool.books().available_pages()
     }
 
-    /// Makes the whole pages that a running request has computed visible to the prefix cache.
+    /// Each of these running requests may soon want one page more; admitting into those would only cause a preemption.
+    fn growing(&self) -> usize {
+        self.running.iter().filter(|s| s.preemptions < self.opts.max_preemptions).count()
+    }
+
+    /// Makes what a running request has computed visible to the prefix cache.
     fn publish(&mut self, at: usize) {
         let seq = &self.running[at];
         if seq.computed >= seq.prompt_len {
-            self.prefix.insert(seq.namespace, &seq.tokens[..seq.computed], seq.pages.pages());
+            let done = &seq.tokens[..seq.computed];
+            self.prefix.insert(seq.namespace, done, seq.pages.pages(), seq.cache_priority);
         }
     }
 

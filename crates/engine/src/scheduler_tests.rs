@@ -36,6 +36,8 @@ struct Sim {
     aborted: usize,
     counted: HashMap<RequestKey, usize>,
     steps: usize,
+    copies: usize,
+    forks: usize,
     next_key: u64,
 }
 
@@ -51,11 +53,23 @@ impl Sim {
             aborted: 0,
             counted: HashMap::new(),
             steps: 0,
+            copies: 0,
+            forks: 0,
             next_key: 0,
         }
     }
 
     fn submit(&mut self, namespace: u64, prompt: &[u32], outputs: usize) -> RequestKey {
+        self.submit_fork(namespace, prompt, outputs, None)
+    }
+
+    fn submit_fork(
+        &mut self,
+        namespace: u64,
+        prompt: &[u32],
+        outputs: usize,
+        fork_of: Option<RequestKey>,
+    ) -> RequestKey {
         let key = RequestKey(self.next_key);
         self.next_key += 1;
         let spec = SeqSpec {
@@ -64,6 +78,8 @@ impl Sim {
             prompt: prompt.to_vec(),
             max_total: prompt.len() + outputs,
             reuse_prefix: true,
+            fork_of,
+            cache_priority: (key.0 % 3) as i32,
         };
         self.specs.insert(key, spec.clone());
         self.scheduler.submit(spec).unwrap();
@@ -85,13 +101,23 @@ impl Sim {
         assert!(schedule.num_tokens() <= opts.max_num_batched_tokens);
         assert!(self.scheduler.running.len() <= opts.max_num_seqs);
         assert!(!schedule.chunks.is_empty() || !self.scheduler.has_work(), "work, and nothing scheduled");
+        let page_size = self.scheduler.pool.page_size();
+        for &(from, to) in &schedule.copies {
+            let from = from as usize * page_size;
+            self.slots.copy_within(from..from + page_size, to as usize * page_size);
+        }
+        self.copies += schedule.copies.len();
+        self.scheduler.copied();
         for chunk in &schedule.chunks {
             self.compute(chunk);
         }
+        self.check_slots();
         for chunk in &schedule.chunks {
             self.scheduler.computed(chunk);
             if chunk.completes {
-                self.draw(chunk.key);
+                let forks = self.scheduler.fork(chunk.key);
+                self.forks += forks.len();
+                std::iter::once(chunk.key).chain(forks).for_each(|key| self.draw(key));
             }
             self.scheduler.publish_prompt(chunk.key);
         }
@@ -113,11 +139,24 @@ impl Sim {
             );
         }
         for position in chunk.cached_len..chunk.cached_len + chunk.extend_len {
-            let page = position / self.scheduler.pool.page_size();
-            assert!(!seq.pages.is_shared(page), "{chunk:?} writes a page that others read");
+            assert!(
+                !seq.pages.is_borrowed(position / self.scheduler.pool.page_size()),
+                "{chunk:?} writes a borrowed page"
+            );
             self.slots[seq.pages.slot(position) as usize] = digests[position];
         }
         *self.counted.entry(chunk.key).or_insert(0) += chunk.extend_len;
+    }
+
+    /// Nobody's tokens were overwritten by what the step wrote.
+    fn check_slots(&self) {
+        for seq in &self.scheduler.running {
+            let digests = digests(seq.namespace, &seq.tokens);
+            for (position, &digest) in digests.iter().enumerate().take(seq.computed) {
+                let held = self.slots[seq.pages.slot(position) as usize];
+                assert_eq!(held, digest, "{:?}: position {position} was overwritten", seq.key);
+            }
+        }
     }
 
     fn draw(&mut self, key: RequestKey) {
@@ -150,7 +189,11 @@ impl Sim {
             let outputs = spec.max_total - spec.prompt.len();
             assert_eq!(closed.tokens, solo(spec.namespace, &spec.prompt, outputs), "{key:?}");
             assert_eq!(closed.pages_peak, closed.pages_predicted, "{key:?}");
-            assert_eq!(self.counted[key], closed.computed_tokens_predicted, "{key:?}");
+            assert_eq!(
+                self.counted.get(key).copied().unwrap_or(0),
+                closed.computed_tokens_predicted,
+                "{key:?}"
+            );
             assert!(closed.preemptions <= self.scheduler.opts.max_preemptions);
         }
         self.scheduler.clear_prefix_cache();
@@ -169,6 +212,7 @@ struct Arrival {
     prompt: Vec<u32>,
     outputs: usize,
     abort_after: Option<usize>,
+    choices: usize,
 }
 
 fn arrivals(capacity: usize) -> impl Strategy<Value = Vec<Arrival>> {
@@ -178,27 +222,37 @@ fn arrivals(capacity: usize) -> impl Strategy<Value = Vec<Arrival>> {
             .map(|i| if i < tail { (i as u32 * 7 + family) % 5 } else { own as u32 + family })
             .collect::<Vec<u32>>()
     });
-    let one =
-        (0..4usize, 0..2u64, prompt, any::<prop::sample::Index>(), prop::option::weighted(0.3, 0..12usize));
-    let one = one.prop_map(move |(after_steps, namespace, prompt, outputs, abort_after)| {
+    let one = (
+        0..4usize,
+        0..2u64,
+        prompt,
+        any::<prop::sample::Index>(),
+        prop::option::weighted(0.3, 0..12usize),
+        1..4usize,
+    );
+    let one = one.prop_map(move |(after_steps, namespace, prompt, outputs, abort_after, choices)| {
         let most = capacity + 1 - prompt.len();
-        Arrival { after_steps, namespace, outputs: outputs.index(most) + 1, prompt, abort_after }
+        Arrival { after_steps, namespace, outputs: outputs.index(most) + 1, prompt, abort_after, choices }
     });
     prop::collection::vec(one, 1..24)
 }
 
 fn load() -> impl Strategy<Value = (usize, usize, SchedulerOptions, Vec<Arrival>)> {
-    let sizes = (2..14usize, 1..7usize, 1..6usize, 0..20usize, 0..6usize, 1..4u32, 0..5u32);
-    sizes.prop_flat_map(|(pages, page_size, seqs, extra, threshold, max_preemptions, max_overtaken)| {
-        let opts = SchedulerOptions {
-            max_num_seqs: seqs,
-            max_num_batched_tokens: seqs + extra,
-            long_prefill_token_threshold: threshold,
-            max_preemptions,
-            max_overtaken,
-        };
-        arrivals(pages * page_size).prop_map(move |a| (pages, page_size, opts, a))
-    })
+    let eviction = prop::sample::select(&EvictionPolicy::ALL);
+    let sizes = (2..14usize, 1..7usize, 1..6usize, 0..20usize, 0..6usize, 1..4u32, 0..5u32, eviction);
+    sizes.prop_flat_map(
+        |(pages, page_size, seqs, extra, threshold, max_preemptions, max_overtaken, eviction)| {
+            let opts = SchedulerOptions {
+                max_num_seqs: seqs,
+                max_num_batched_tokens: seqs + extra,
+                long_prefill_token_threshold: threshold,
+                max_preemptions,
+                max_overtaken,
+                eviction,
+            };
+            arrivals(pages * page_size).prop_map(move |a| (pages, page_size, opts, a))
+        },
+    )
 }
 
 proptest! {
@@ -218,10 +272,13 @@ proptest! {
             if let Some(steps) = arrival.abort_after {
                 aborts.push((sim.steps + steps, key));
             }
+            for _ in 1..arrival.choices {
+                sim.submit_fork(arrival.namespace, &arrival.prompt, arrival.outputs, Some(key));
+            }
         }
         sim.settle();
         let preemptions = sim.scheduler.totals().preemptions;
-        prop_assert!(preemptions <= u64::from(opts.max_preemptions) * arrivals.len() as u64);
+        prop_assert!(preemptions <= u64::from(opts.max_preemptions) * sim.specs.len() as u64);
     }
 }
 
@@ -348,6 +405,8 @@ fn a_request_that_can_never_fit_is_refused_with_both_numbers() {
         prompt: vec![0; prompt],
         max_total: prompt + outputs,
         reuse_prefix: true,
+        fork_of: None,
+        cache_priority: 0,
     };
     let refused = sim.scheduler.submit(spec(50, 16)).unwrap_err();
     assert!(refused.asked.contains("50 prompt + 16 output") && refused.supported.contains("65"), "{refused}");
@@ -366,4 +425,63 @@ fn impossible_limits_are_refused() {
         Some("max_preemptions")
     );
     assert_eq!(field(opts(4, 4)), None);
+}
+
+/// C22: four choices of a 20-token prompt compute it once, store its full page once and copy the partial one on write.
+#[test]
+fn c22_choices_share_the_prompt_and_copy_only_the_last_page() {
+    let mut sim = Sim::new(64, 16, opts(8, 64));
+    let prompt: Vec<u32> = (0..20).map(|i| i % 5).collect();
+    let first = sim.submit(0, &prompt, 6);
+    let others: Vec<_> = (0..3).map(|_| sim.submit_fork(0, &prompt, 6, Some(first))).collect();
+    sim.step();
+    assert_eq!((sim.forks, sim.copies, sim.scheduler.books().active_pages), (3, 0, 2));
+    sim.step();
+    assert_eq!((sim.copies, sim.scheduler.books().active_pages), (3, 5), "the owner writes in place");
+    sim.settle();
+    for key in others {
+        assert_eq!((sim.done[&key].cached_tokens, sim.counted[&key]), (20, 5));
+    }
+    let refused = SeqSpec {
+        key: RequestKey(99),
+        prompt: vec![1; 3],
+        fork_of: Some(RequestKey(98)),
+        ..sim.specs[&first].clone()
+    };
+    sim.scheduler.submit(SeqSpec { key: RequestKey(98), ..refused.clone() }).unwrap();
+    sim.scheduler.submit(SeqSpec { prompt: vec![2; 3], ..refused.clone() }).unwrap_err();
+    assert!(sim.scheduler.abort(RequestKey(98)).is_some());
+}
+
+/// C22 under a pool that forces preemption: choices still end as if alone, and everything comes back.
+#[test]
+fn choices_survive_preemption_and_the_end_of_the_first() {
+    for abort_first in [false, true] {
+        let mut sim = Sim::new(9, 4, opts(8, 64));
+        let prompt: Vec<u32> = (0..10).map(|i| i % 5).collect();
+        let first = sim.submit(0, &prompt, 16);
+        for _ in 0..3 {
+            sim.submit_fork(0, &prompt, 16, Some(first));
+        }
+        sim.step();
+        if abort_first {
+            sim.abort(first);
+        }
+        sim.settle();
+        assert!(sim.scheduler.totals().preemptions > 0 && sim.forks > 0);
+    }
+}
+
+/// A pool exactly as large as the prompt: its own cached copy must not keep it waiting.
+#[test]
+fn a_partial_hit_never_takes_the_last_page_a_request_needs() {
+    let mut sim = Sim::new(4, 4, opts(2, 64));
+    let prompt: Vec<u32> = (0..14).map(|i| i % 5).collect();
+    sim.submit(0, &prompt, 3);
+    sim.run_dry();
+    let mut other = prompt.clone();
+    other[2] = 4;
+    let key = sim.submit(0, &other, 3);
+    sim.settle();
+    assert_eq!(sim.done[&key].cached_tokens, 0);
 }

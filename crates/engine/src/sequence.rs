@@ -9,7 +9,7 @@ use crate::request::RequestKey;
 /// A request as the scheduler sees it.
 #[derive(Clone, Debug)]
 pub struct SeqSpec {
-    /// Its name; must be above every earlier one.
+    /// Its name, and its place in the order of arrival.
     pub key: RequestKey,
     /// Prefix-cache namespace.
     pub namespace: u64,
@@ -19,6 +19,10 @@ pub struct SeqSpec {
     pub max_total: usize,
     /// Whether the prefix cache may stand in for the start of the prompt (not when every position is to be scored).
     pub reuse_prefix: bool,
+    /// A request of the same prompt whose pages it takes over when that prompt is complete (one of several choices).
+    pub fork_of: Option<RequestKey>,
+    /// Cached prefixes of a higher priority are kept longer, under that policy.
+    pub cache_priority: i32,
 }
 
 /// One request between submission and end.
@@ -31,11 +35,15 @@ pub(crate) struct Seq {
     pub prompt_len: usize,
     pub max_total: usize,
     pub reuse_prefix: bool,
+    pub fork_of: Option<RequestKey>,
+    pub cache_priority: i32,
     /// Tokens whose keys and values are in `pages`.
     pub computed: usize,
     pub pages: PageTable,
-    /// The prompt's whole pages are in the prefix cache.
+    /// The prompt's pages are in the prefix cache.
     pub published: bool,
+    /// The prompt was computed once: nobody waits any more to be forked from it.
+    pub prompt_done: bool,
     pub preemptions: u32,
     /// Younger requests admitted past this one while it waited.
     pub overtaken: u32,
@@ -80,9 +88,12 @@ impl Seq {
             tokens: spec.prompt,
             max_total: spec.max_total,
             reuse_prefix: spec.reuse_prefix,
+            fork_of: spec.fork_of,
+            cache_priority: spec.cache_priority,
             computed: 0,
             pages: PageTable::new(pool),
             published: false,
+            prompt_done: false,
             preemptions: 0,
             overtaken: 0,
             blocked_at: None,

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use serde::Serialize;
+use suanpan_cache::tier::TierBooks;
 
 use crate::request::{FinishReason, RequestBooks};
 use crate::scheduler::Scheduler;
@@ -89,6 +90,8 @@ pub struct EngineStats {
     pub preemptions: u64,
     /// Tokens whose computation preemptions threw away, in all.
     pub lost_tokens: u64,
+    /// The tier below the pool; zeros where there is none.
+    pub tier: TierBooks,
     /// Totals of the step loop.
     pub totals: Totals,
 }
@@ -109,6 +112,7 @@ impl EngineStats {
             prefix_hit_tokens: sums.prefix_hit_tokens,
             preemptions: sums.preemptions,
             lost_tokens: sums.lost_tokens,
+            tier: TierBooks::default(),
             totals,
         }
     }

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use suanpan_base::BadArgument;
 use suanpan_cache::memory::HostMemory;
-use suanpan_cache::{Imbalance, PagePool};
+use suanpan_cache::{Imbalance, LayerShape, PagePool};
 use suanpan_model::forward::{LogitRows, StepBatch};
 use suanpan_model::{Model, ModelError};
 
@@ -22,14 +22,17 @@ use crate::request::{Event, FinishReason, Request, RequestError, RequestKey};
 use crate::rng;
 use crate::runner::{MAX_LOGIT_ROWS, Resident, StepModel};
 use crate::sample::{LogitFault, Scratch};
-use crate::scheduler::{Chunk, Schedule, Scheduler, SeqSpec};
+use crate::scheduler::{Chunk, Closed, Schedule, Scheduler, SeqSpec};
 use crate::stats::{EngineStats, Totals};
+use crate::tiers::{DiskOptions, Tiers};
 
 /// Why a whole step failed.
 #[derive(Debug, thiserror::Error)]
 enum StepError {
     #[error(transparent)]
     Model(#[from] ModelError),
+    #[error(transparent)]
+    Refused(#[from] BadArgument),
     #[error("the page books do not balance: {0}")]
     Imbalance(#[from] Imbalance),
     #[error("requests wait and nothing can be scheduled")]
@@ -53,6 +56,10 @@ pub struct Engine {
     scratch: Scratch,
     totals: Totals,
     failure: Option<String>,
+    tiers: Option<Tiers>,
+    /// What a page holds; empty over a runner of the caller's.
+    layers: Vec<LayerShape>,
+    max_step_tokens: usize,
 }
 
 impl Engine {
@@ -61,7 +68,9 @@ impl Engine {
         let sizing = options.size_kv(&model.config, HostMemory::detect())?;
         let resident = Resident::new(&model, &options, &sizing)?;
         let report = format!("{sizing}; {}", resident.describe());
+        let layers = resident.kv_layers();
         let mut engine = Engine::with_runner(model, Box::new(resident), options, sizing)?;
+        engine.layers = layers;
         engine.report = report;
         Ok(engine)
     }
@@ -91,7 +100,20 @@ impl Engine {
             scratch: Scratch::default(),
             totals: Totals::default(),
             failure: None,
+            tiers: None,
+            layers: Vec::new(),
+            max_step_tokens: options.max_num_batched_tokens,
         })
+    }
+
+    /// Keeps pages below the pool, in a folder that survives the process. To be called before the first request.
+    pub fn with_disk(mut self, options: &DiskOptions) -> Result<Engine, ModelError> {
+        let room = self.sizing.tokens().min(self.max_step_tokens);
+        let sizes = (self.door.vocab_size, self.sizing.page_size, room);
+        let tiers = Tiers::open(self.runner.as_mut(), &self.layers, sizes, options)?;
+        self.report += &format!("; disk: {} pages in {}", tiers.books().objects, options.folder.display());
+        self.tiers = Some(tiers);
+        Ok(self)
     }
 
     /// What this engine accepts.
@@ -125,8 +147,16 @@ impl Engine {
         let output =
             Output::new(&request, max_outputs, &config.eos_token_ids, &self.model.tokenizer, own_seed);
         let reuse_prefix = request.params.prompt_logprobs.is_none();
-        let Request { prompt, namespace, .. } = request;
-        self.scheduler.submit(SeqSpec { key, namespace, prompt, max_total, reuse_prefix })?;
+        let Request { prompt, namespace, cache_priority, .. } = request;
+        // A choice that draws nothing, or whose prompt is to be scored, has to see the prompt itself.
+        let fork_of = request.fork_of.filter(|_| reuse_prefix && max_outputs > 0);
+        let spec = SeqSpec { key, namespace, prompt, max_total, reuse_prefix, fork_of, cache_priority };
+        self.scheduler.check_submit(&spec)?;
+        let spec = match &mut self.tiers {
+            Some(tiers) => tiers.hold(spec, &self.scheduler),
+            None => Some(spec),
+        };
+        spec.map_or(Ok(()), |spec| self.scheduler.submit(spec))?;
         self.outputs.insert(key, output);
         self.next_key = key.0 + 1;
         Ok(())
@@ -134,7 +164,10 @@ impl Engine {
 
     /// Takes a request out, wherever it is; its pages are back when this returns. Gives its last event.
     pub fn abort(&mut self, key: RequestKey) -> Option<Event> {
-        let closed = self.scheduler.abort(key)?;
+        let closed = match self.scheduler.abort(key) {
+            Some(closed) => closed,
+            None => self.abort_held(key)?,
+        };
         let books = self.outputs.remove(&key)?.close(&closed);
         self.totals.aborted += 1;
         Some(Event::Finished { key, reason: FinishReason::Abort, stop_reason: None, books })
@@ -142,7 +175,7 @@ impl Engine {
 
     /// Whether a step would do anything.
     pub fn has_work(&self) -> bool {
-        self.failure.is_none() && self.scheduler.has_work()
+        self.failure.is_none() && (self.scheduler.has_work() || self.num_held() > 0)
     }
 
     /// Why the engine stopped for good, if it did.
@@ -152,7 +185,10 @@ impl Engine {
 
     /// Numbers of this moment and totals since the start.
     pub fn stats(&self) -> EngineStats {
-        EngineStats::new(&self.scheduler, self.totals)
+        let mut stats = EngineStats::new(&self.scheduler, self.totals);
+        stats.waiting += self.num_held();
+        stats.tier = self.tiers.as_ref().map(Tiers::books).unwrap_or_default();
+        stats
     }
 
     /// Recounts every reference to every page, in O(pages).
@@ -180,19 +216,32 @@ impl Engine {
     }
 
     fn try_step(&mut self, events: &mut Vec<Event>) -> Result<(), StepError> {
+        self.take_ready()?;
         self.scheduler.schedule(&mut self.schedule);
         self.announce(events);
         if self.schedule.chunks.is_empty() {
+            if self.num_held() > 0 && !self.scheduler.has_work() {
+                return Ok(());
+            }
             return Err(StepError::Stuck);
         }
         self.fill_batch(events);
         let start = Instant::now();
+        self.runner.copy_pages(&self.schedule.copies)?;
+        self.scheduler.copied();
         self.runner.step(&self.batch)?;
         self.totals.model_took(start.elapsed(), self.batch.tokens.len());
+        if let Some(tiers) = &mut self.tiers {
+            tiers.measured(self.batch.tokens.len(), start.elapsed());
+        }
         let chunks = std::mem::take(&mut self.schedule.chunks);
         self.book(&chunks);
         self.read_logits(&chunks, events);
-        chunks.iter().for_each(|chunk| self.scheduler.publish_prompt(chunk.key));
+        for chunk in &chunks {
+            if self.scheduler.publish_prompt(chunk.key) {
+                self.store_pages(chunk.key);
+            }
+        }
         self.end_scorings(&chunks, events);
         self.report_prefill(&chunks, events);
         self.schedule.chunks = chunks;
@@ -255,18 +304,31 @@ impl Engine {
         let rows = std::mem::take(&mut self.rows);
         for (block, tasks) in rows.chunks(MAX_LOGIT_ROWS).enumerate() {
             let first = block * MAX_LOGIT_ROWS;
-            let Engine { runner, outputs, scratch, .. } = &mut *self;
+            let Engine { runner, outputs, scratch, scheduler, .. } = &mut *self;
             let logits = runner.logits(first..first + tasks.len());
             let mut drawn = Vec::new();
             for (row, logits) in tasks.iter().zip(logits.chunks_exact(vocab)) {
                 let chunk = &chunks[row.chunk];
                 let Some(output) = outputs.get_mut(&chunk.key) else { continue };
-                drawn.push((chunk.key, read_row(output, chunk, row.position, logits, scratch, events)));
+                if let Err(fault) = score_row(output, chunk.key, row.position, logits, events) {
+                    drawn.push((chunk.key, Err(fault)));
+                    continue;
+                }
+                if !chunk.completes || row.position + 1 != chunk.cached_len + chunk.extend_len {
+                    continue;
+                }
+                let forks = if output.draws_nothing() { Vec::new() } else { scheduler.fork(chunk.key) };
+                for key in std::iter::once(chunk.key).chain(forks) {
+                    let Some(output) = outputs.get_mut(&key).filter(|o| !o.draws_nothing()) else { continue };
+                    if key != chunk.key {
+                        events.extend(scheduler.progress(key).map(|progress| progress.event(key)));
+                    }
+                    drawn.push((key, draw_row(output, key, logits, scratch, events)));
+                }
             }
             for (key, result) in drawn {
                 match result {
-                    Ok(None) => {}
-                    Ok(Some((token, end))) => self.drew(key, token, end, events),
+                    Ok((token, end)) => self.drew(key, token, end, events),
                     Err(fault) => self.fail_one(key, fault, events),
                 }
             }
@@ -292,6 +354,7 @@ impl Engine {
     }
 
     fn finish(&mut self, key: RequestKey, (reason, stop_reason): End, events: &mut Vec<Event>) {
+        self.store_pages(key);
         let Some(closed) = self.scheduler.finish(key) else { return };
         let Some(output) = self.outputs.remove(&key) else { return };
         let books = output.close(&closed);
@@ -309,6 +372,37 @@ impl Engine {
         events.push(Event::Failed { key, error: RequestError::Logits { index: output.outputs(), fault } });
     }
 
+    /// Requests held back for pages on disk.
+    fn num_held(&self) -> usize {
+        self.tiers.as_ref().map_or(0, Tiers::num_held)
+    }
+
+    /// Takes a held request out, its fetch with it; choices that waited for it go on by themselves.
+    fn abort_held(&mut self, key: RequestKey) -> Option<Closed> {
+        let (spec, forks) = self.tiers.as_mut()?.abort(key)?;
+        for fork in forks {
+            // They were judged when they came.
+            self.scheduler.submit(fork).ok();
+        }
+        Some(self.scheduler.close_unseen(spec))
+    }
+
+    /// Passes on requests whose pages came from disk, or did not come in time.
+    fn take_ready(&mut self) -> Result<(), StepError> {
+        let Some(tiers) = &mut self.tiers else { return Ok(()) };
+        let idle = !self.scheduler.has_work();
+        for spec in tiers.ready(&mut self.scheduler, self.runner.as_mut(), idle) {
+            self.scheduler.submit(spec)?;
+        }
+        Ok(())
+    }
+
+    fn store_pages(&self, key: RequestKey) {
+        if let Some(tiers) = &self.tiers {
+            tiers.store(key, &self.scheduler, self.runner.as_ref());
+        }
+    }
+
     fn report_prefill(&mut self, chunks: &[Chunk], events: &mut Vec<Event>) {
         for chunk in chunks.iter().filter(|c| !c.completes) {
             if let Some(progress) = self.scheduler.progress(chunk.key) {
@@ -324,40 +418,46 @@ impl Engine {
         let mut keys: Vec<RequestKey> = self.outputs.drain().map(|(key, _)| key).collect();
         keys.sort_unstable();
         for key in keys {
-            self.scheduler.abort(key);
+            if self.scheduler.abort(key).is_none() {
+                self.abort_held(key);
+            }
             self.totals.failed += 1;
             events.push(Event::Failed { key, error: RequestError::Engine(message.to_owned()) });
         }
     }
 }
 
-/// Uses one row of logits: scores the prompt token after it, or draws the next token and tells about it.
-fn read_row(
+/// Scores the prompt token after `position`, if it is to be scored.
+fn score_row(
     output: &mut Output,
-    chunk: &Chunk,
+    key: RequestKey,
     position: usize,
+    logits: &[f32],
+    events: &mut Vec<Event>,
+) -> Result<(), LogitFault> {
+    let Some(score) = output.score(position, logits)? else { return Ok(()) };
+    match events.last_mut() {
+        Some(Event::PromptLogprobs { key: last, positions, .. }) if *last == key => {
+            positions.push(Some(score))
+        }
+        _ => {
+            let positions = vec![Some(score)];
+            events.push(Event::PromptLogprobs { key, first_position: position + 1, positions });
+        }
+    }
+    Ok(())
+}
+
+/// Draws the next token and tells about it.
+fn draw_row(
+    output: &mut Output,
+    key: RequestKey,
     logits: &[f32],
     scratch: &mut Scratch,
     events: &mut Vec<Event>,
-) -> Result<Option<(u32, Option<End>)>, LogitFault> {
-    let key = chunk.key;
-    if let Some(score) = output.score(position, logits)? {
-        match events.last_mut() {
-            Some(Event::PromptLogprobs { key: last, positions, .. }) if *last == key => {
-                positions.push(Some(score))
-            }
-            _ => {
-                let positions = vec![Some(score)];
-                events.push(Event::PromptLogprobs { key, first_position: position + 1, positions });
-            }
-        }
-    }
-    let is_last = chunk.completes && position + 1 == chunk.cached_len + chunk.extend_len;
-    if !is_last || output.draws_nothing() {
-        return Ok(None);
-    }
+) -> Result<(u32, Option<End>), LogitFault> {
     let drawn = output.draw(logits, scratch)?;
     let logprobs = drawn.logprobs.into_iter().collect();
     events.push(Event::Token { key, tokens: vec![drawn.token], text: drawn.text, logprobs });
-    Ok(Some((drawn.token, drawn.end)))
+    Ok((drawn.token, drawn.end))
 }

@@ -58,6 +58,18 @@ enum Fault {
 }
 
 impl StepModel for Gated {
+    fn copy_pages(&mut self, copies: &[(u32, u32)]) -> Result<(), ModelError> {
+        self.inner.copy_pages(copies)
+    }
+
+    fn page(&self, page: u32) -> &[u8] {
+        self.inner.page(page)
+    }
+
+    fn page_mut(&mut self, page: u32) -> &mut [u8] {
+        self.inner.page_mut(page)
+    }
+
     fn step(&mut self, batch: &StepBatch) -> Result<(), ModelError> {
         while !self.open.load(Ordering::Acquire) {
             thread::yield_now();

@@ -234,7 +234,7 @@ fn a_bad_request_is_refused_and_harms_nobody() {
     let mut engine = engine(options(128));
     let vocab = engine.door().vocab_size as u32;
     let healthy = engine.submit(request(&loopy(1, 30), exactly(50))).unwrap();
-    let with = |prompt: Vec<u32>, params| Request { id: String::new(), prompt, params, namespace: 0 };
+    let with = |prompt: Vec<u32>, params| Request { prompt, params, ..Request::default() };
     let greedy = || SamplingParams::greedy(4);
     let bad = [
         ("prompt", with(vec![], greedy())),
@@ -284,7 +284,7 @@ fn namespaces_share_no_prefix() {
     let ask = |namespace| Request { namespace, ..request(&loopy(8, 100), exactly(2)) };
     let answers: Vec<Answer> = [0, 1, 0, 1].map(|n| run(&mut engine, vec![ask(n)]).remove(0)).into();
     let cached: Vec<usize> = answers.iter().map(|a| a.books.cached_tokens).collect();
-    assert_eq!(cached, [0, 0, 96, 96]);
+    assert_eq!(cached, [0, 0, 99, 99]);
     let mut off =
         common::engine(suanpan_engine::EngineOptions { enable_prefix_caching: false, ..options(64) });
     assert!([0, 0].iter().all(|&n| run(&mut off, vec![ask(n)])[0].books.cached_tokens == 0));

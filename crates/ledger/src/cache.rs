@@ -119,8 +119,7 @@ pub const fn pages_for(tokens: u64, page_size: u64) -> u64 {
 
 /// Bytes of one token in one layer.
 pub fn token_bytes(heads: HeadShape, dtype: DType) -> u128 {
-    heads.num_kv_heads as u128 * (heads.head_dim_qk as u128 + heads.head_dim_v as u128) * dtype.bits() as u128
-        / 8
+    heads.num_kv_heads as u128 * heads.kv_width() as u128 * dtype.bits() as u128 / 8
 }
 
 /// Tokens of a sequence of `tokens` that a layer's next query can still see.
@@ -294,7 +293,7 @@ mod tests {
 
     #[test]
     fn widths_of_keys_and_values_may_differ() {
-        let heads = HeadShape { num_q_heads: 4, num_kv_heads: 2, head_dim_qk: 192, head_dim_v: 128 };
+        let heads = HeadShape::with_widths(4, 2, 192, 128);
         assert_eq!(request(1, heads, 1, 1).ledger().unwrap().dtypes[1].bytes, 2 * 320 * 2);
     }
 

@@ -16,21 +16,23 @@ pub const fn forward_flops(pairs: u64, heads: HeadShape) -> u64 {
 
 /// Key and value bytes of `tokens` tokens of one layer.
 pub const fn kv_write_bytes(heads: HeadShape, tokens: usize, kv_dtype: DType) -> u64 {
-    kv_dtype.bytes_of(tokens * heads.num_kv_heads * (heads.head_dim_qk + heads.head_dim_v)) as u64
+    kv_dtype.bytes_of(tokens * heads.num_kv_heads * heads.kv_width()) as u64
 }
 
-/// Bytes of one scale of a key or value and of its partner on the other side.
-pub const SCALE_PAIR_BYTES: u64 = 8;
+/// Bytes of one scale of a key and of its partner of the value; of the key's alone where it holds the value. A scale has `scale_bytes`.
+pub const fn scale_pair_bytes(heads: HeadShape, scale_bytes: usize) -> u64 {
+    scale_bytes as u64 * if heads.values_in_keys { 1 } else { 2 }
+}
 
 /// Bytes of the scales that the walk of [`attention_books`] reads: keys go by in blocks that stand on multiples of `key_block`, and each run
 /// of keys of a block that share a scale reads it once, for each tile and kv head.
 ///
-/// `page_size` counts only where scales belong to pages; pages start at the sequence's first key.
+/// `page_size` counts only where scales belong to pages; pages start at the sequence's first key. A scale has `scale_bytes`.
 pub fn scale_read_bytes(
     heads: HeadShape,
     mask: Mask,
     len: SeqLen,
-    (scales, page_size): (ScaleGrain, usize),
+    (scales, page_size, scale_bytes): (ScaleGrain, usize, usize),
     (tile_q, key_block): (usize, usize),
 ) -> u64 {
     assert!(tile_q >= 1 && key_block >= 1, "a tile holds at least one token");
@@ -45,7 +47,7 @@ pub fn scale_read_bytes(
             }
         }
     }
-    pairs * heads.num_kv_heads as u64 * SCALE_PAIR_BYTES
+    pairs * heads.num_kv_heads as u64 * scale_pair_bytes(heads, scale_bytes)
 }
 
 /// Runs of the keys `keys` of a block that share a scale.
@@ -95,7 +97,7 @@ pub fn attention_books_seen(
     heads: HeadShape,
     mask: Mask,
     len: SeqLen,
-    (kv_dtype, scales, page_size): (DType, ScaleGrain, usize),
+    (kv_dtype, scales, page_size, scale_bytes): (DType, ScaleGrain, usize, usize),
     (tile_q, key_block): (usize, usize),
     seen: impl Fn(usize, usize, usize) -> bool,
 ) -> AttnBooks {
@@ -127,7 +129,7 @@ pub fn attention_books_seen(
     AttnBooks {
         pairs,
         flops: forward_flops(pairs, heads),
-        kv_read_bytes: keys_loaded * per_key + scale_pairs * SCALE_PAIR_BYTES,
+        kv_read_bytes: keys_loaded * per_key + scale_pairs * scale_pair_bytes(heads, scale_bytes),
         kv_write_bytes: 0,
     }
 }
@@ -304,7 +306,7 @@ mod tests {
         let len = SeqLen::new(4, 20);
         let books = attention_books(heads, Mask::FULL, len, DType::I4, 4);
         assert_eq!(books.kv_read_bytes, 20 * 2 * 16 / 2);
-        let bytes = |mask, scales, tile| scale_read_bytes(heads, mask, len, (scales, 16), (tile, 12));
+        let bytes = |mask, scales, tile| scale_read_bytes(heads, mask, len, (scales, 16, 4), (tile, 12));
         // Two blocks of 12 keys; page 0 lies in both.
         assert_eq!(ScaleGrain::ALL.map(|s| bytes(Mask::FULL, s, 4)), [0, 2 * 16, 2 * 16, 20 * 16, 3 * 16]);
         assert_eq!(bytes(Mask::FULL, ScaleGrain::Page, 2), 2 * 3 * 16);

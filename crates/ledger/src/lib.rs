@@ -4,8 +4,10 @@
 
 pub mod cache;
 pub mod entry;
+pub mod extra;
 pub mod kernel;
 pub mod machine;
+pub mod parallel;
 pub mod reconcile;
 pub mod report;
 pub mod shapes;

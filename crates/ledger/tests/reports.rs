@@ -48,7 +48,7 @@ fn windows_and_layers_that_differ_are_told() {
     let request = cache("gpt-oss-20b", 1001, 1, None);
     golden("cache_windows.txt", &CacheReport::new("gpt-oss-20b", &request).unwrap().to_string());
     let mut layers = request.layers.clone();
-    layers[0].heads = HeadShape { num_q_heads: 4, num_kv_heads: 2, head_dim_qk: 192, head_dim_v: 128 };
+    layers[0].heads = HeadShape::with_widths(4, 2, 192, 128);
     let report = CacheReport::new("two kinds of layers", &CacheRequest { layers, ..request }).unwrap();
     golden("cache_two_kinds.txt", &report.to_string());
 }

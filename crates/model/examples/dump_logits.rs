@@ -29,6 +29,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let options = ExecOptions {
         precision,
         kv_dtype,
+        kv_spared: suanpan_cache::LayerSet::NONE,
+        batch_invariant: false,
         threads: 2,
         max_tokens: n,
         max_seqs: 1,

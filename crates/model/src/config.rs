@@ -3,11 +3,48 @@
 use suanpan_base::{BadArgument, HeadShape};
 use suanpan_ops::RopeStyle;
 
+use crate::family::Family;
+use crate::rope;
+
 /// How the rotary frequencies differ from the plain `theta^(-2i/d)`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     /// Not at all (`rope_type` "default").
     Default,
+    /// Positions divided by `factor` (`rope_type` "linear").
+    Linear {
+        /// Divisor of every position.
+        factor: f64,
+    },
+    /// A base that grows with the length past `original` (`rope_type` "dynamic", NTK-aware).
+    Dynamic {
+        /// Growth of the base.
+        factor: f64,
+        /// The length, in tokens, up to which the base is theta.
+        original: f64,
+    },
+    /// High frequencies kept, low ones divided, by wavelength (`rope_type` "yarn", arXiv 2309.00071).
+    Yarn {
+        /// Divisor of the low frequencies.
+        factor: f64,
+        /// The length, in tokens, that the model was first trained on.
+        original: f64,
+        /// Turns within `original` above which a frequency is kept.
+        beta_fast: f64,
+        /// Turns within `original` below which a frequency is fully divided.
+        beta_slow: f64,
+        /// Whether the ends of the ramp are rounded to whole pairs.
+        truncate: bool,
+    },
+    /// One divisor a pair, of two lists: by whether the length passes `original` (`rope_type` "longrope", arXiv 2402.13753).
+    LongRope {
+        /// Divisors up to `original` tokens, `[rotary_dim / 2]`.
+        short: Vec<f64>,
+        /// Divisors past it.
+        long: Vec<f64>,
+        /// The length, in tokens, that the model was first trained on.
+        original: f64,
+    },
     /// Llama 3's piecewise scaling (`rope_type` "llama3"): short wavelengths stay, long ones are divided by `factor`,
     /// those between are blended.
     Llama3 {
@@ -20,18 +57,19 @@ pub enum RopeScaling {
         /// The length, in tokens, that the model was first trained on.
         original_max_position_embeddings: f64,
     },
-    /// One divisor for each frequency, as a GGUF file's `rope_freqs.weight` gives them: `[head_dim_qk / 2]`.
+    /// One divisor for each frequency, as a GGUF file's `rope_freqs.weight` gives them: `[rotary_dim / 2]`.
     Factors(Vec<f64>),
 }
 
-/// Rotary positions of a model. The choice never depends on the length of a request.
+/// Rotary positions of a kind of layer. Where they depend on a length, it is the executor's `max_model_len`: one choice for all its
+/// sequences, so that a cached key never meets a query rotated otherwise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
     /// Base of the frequencies.
     pub theta: f64,
     /// Change of the frequencies.
     pub scaling: RopeScaling,
-    /// Multiplies cosine and sine; 1 for every supported scaling.
+    /// Multiplies cosine and sine.
     pub attention_factor: f64,
 }
 
@@ -47,36 +85,70 @@ impl RopeConfig {
 pub struct LayerConfig {
     /// Keys a query sees, its own included; `None`: all before it.
     pub window: Option<usize>,
-    /// Whether queries and keys are rotated by their position.
-    pub rope: bool,
+    /// Which of the model's `ropes` rotates queries and keys; `None`: they have no positions.
+    pub rope: Option<usize>,
 }
 
-/// A transformer of the Llama family.
+/// Which products add a bias.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Biases {
+    /// Queries, keys and values.
+    pub qkv: bool,
+    /// Attention's output.
+    pub o: bool,
+    /// The MLP's three.
+    pub mlp: bool,
+}
+
+/// A choice of experts in place of one MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertsConfig {
+    /// Experts of a layer.
+    pub count: usize,
+    /// Experts that a token uses: those with the greatest router logits, weighted by the softmax over them.
+    pub per_token: usize,
+}
+
+/// A transformer of one of the [`family`](crate::family)s.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// Name for people: from the file's metadata, else its file or folder name.
     pub name: String,
     /// Architecture as the file calls it, for example `llama`.
     pub architecture: String,
+    /// What the family's layers are made of.
+    pub family: &'static Family,
     /// Rows of the embedding and of the output head.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP; 0: the layers have none.
+    /// Width of the MLP, or of one expert; 0: the layers have none.
     pub intermediate_size: usize,
+    /// Experts, where the MLP is a choice of them.
+    pub experts: Option<ExpertsConfig>,
     /// Attention heads of every layer.
     pub heads: HeadShape,
     /// Multiplier of the scores; `None`: 1/sqrt(head_dim_qk).
     pub softmax_scale: Option<f32>,
+    /// `cap · tanh(score / cap)` before the mask.
+    pub attn_softcap: Option<f32>,
+    /// The same of the logits.
+    pub logit_softcap: Option<f32>,
+    /// Rows and columns of a block of FP8 scales, where the file's weights have them.
+    pub fp8_block: Option<[usize; 2]>,
+    /// Products with a bias.
+    pub biases: Biases,
     /// Added to the mean square before the root.
     pub rms_norm_eps: f32,
-    /// Rotary positions.
-    pub rope: RopeConfig,
+    /// Rotary positions, one entry for each kind of layer.
+    pub ropes: Vec<RopeConfig>,
+    /// Elements of a head that are rotated, from its first on; even.
+    pub rotary_dim: usize,
     /// Which elements form a rotary pair in this file's q and k rows.
     pub rope_style: RopeStyle,
     /// One entry for each layer.
     pub layers: Vec<LayerConfig>,
-    /// Longest context the file claims, in tokens.
+    /// Longest context the file claims, in tokens, the extension by a rotary scaling included.
     pub max_position_embeddings: usize,
     /// Token that begins a text, if the model has one.
     pub bos_token_id: Option<u32>,
@@ -92,6 +164,8 @@ pub struct ModelConfig {
 pub const MAX_SIZE: usize = 1 << 28;
 /// Most layers accepted.
 pub const MAX_LAYERS: usize = 4096;
+/// Most experts of a layer accepted.
+pub const MAX_EXPERTS: usize = 4096;
 
 impl ModelConfig {
     /// Refuses sizes that no kernel could run: zero, odd rotary widths, absurd counts, ids outside the vocabulary.
@@ -115,9 +189,7 @@ impl ModelConfig {
         if self.layers.is_empty() || self.layers.len() > MAX_LAYERS {
             return Err(BadArgument::new(OP, "num_layers", self.layers.len(), format!("1 to {MAX_LAYERS}")));
         }
-        if !self.heads.head_dim_qk.is_multiple_of(2) && self.layers.iter().any(|l| l.rope) {
-            return Err(BadArgument::new(OP, "head_dim_qk", self.heads.head_dim_qk, "an even number"));
-        }
+        self.check_rope()?;
         if self.layers.iter().any(|l| l.window == Some(0)) {
             return Err(BadArgument::new(OP, "window", 0, "at least 1 (a window counts the current token)"));
         }
@@ -129,9 +201,23 @@ impl ModelConfig {
                 "a finite number, 0 or more",
             ));
         }
-        if self.softmax_scale.is_some_and(|s| !(s.is_finite() && s > 0.0)) {
-            let found = format!("{:?}", self.softmax_scale);
-            return Err(BadArgument::new(OP, "softmax_scale", found, "a finite number above 0"));
+        let factors = [
+            ("softmax_scale", self.softmax_scale),
+            ("attn_logit_softcapping", self.attn_softcap),
+            ("final_logit_softcapping", self.logit_softcap),
+        ];
+        for (field, factor) in factors {
+            if let Some(found) = factor.filter(|s| !(s.is_finite() && *s > 0.0)) {
+                return Err(BadArgument::new(OP, field, found, "a finite number above 0"));
+            }
+        }
+        if let Some(ExpertsConfig { count, per_token }) = self.experts {
+            if !(1..=MAX_EXPERTS).contains(&count) {
+                return Err(BadArgument::new(OP, "num_experts", count, format!("1 to {MAX_EXPERTS}")));
+            }
+            if !(1..=count).contains(&per_token) {
+                return Err(BadArgument::new(OP, "num_experts_per_tok", per_token, format!("1 to {count}")));
+            }
         }
         let ids = self.eos_token_ids.iter().map(|&id| ("eos_token_id", id));
         for (field, id) in ids.chain(self.bos_token_id.map(|id| ("bos_token_id", id))) {
@@ -141,5 +227,30 @@ impl ModelConfig {
             }
         }
         Ok(())
+    }
+
+    /// The length, in tokens, that the model was first trained on, as far as the file says so.
+    pub fn native_len(&self) -> usize {
+        let native = self.ropes.iter().map(|r| rope::native_len(r, self.max_position_embeddings));
+        native.min().unwrap_or(self.max_position_embeddings)
+    }
+
+    fn check_rope(&self) -> Result<(), BadArgument> {
+        const OP: &str = "model config";
+        let (dim, most) = (self.rotary_dim, self.heads.head_dim_qk);
+        let used = self.layers.iter().filter_map(|l| l.rope).max();
+        if used.is_some() && !(dim.is_multiple_of(2) && (2..=most).contains(&dim)) {
+            return Err(BadArgument::new(
+                OP,
+                "rotary_dim",
+                dim,
+                format!("an even number, 2 to head_dim = {most}"),
+            ));
+        }
+        if let Some(index) = used.filter(|&i| i >= self.ropes.len()) {
+            let supported = format!("below {}, the rotary positions there are", self.ropes.len());
+            return Err(BadArgument::new(OP, "layers.rope", index, supported));
+        }
+        self.ropes.iter().try_for_each(|r| rope::check(r, dim))
     }
 }

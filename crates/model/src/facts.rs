@@ -8,16 +8,16 @@ use suanpan_base::DType;
 
 use crate::config::ModelConfig;
 use crate::load::Model;
-use crate::weights::{Tensor, Weights};
+use crate::weights::{LayerWeights, Tensor, Weights};
 
 impl ModelConfig {
     /// Bytes of keys and values that one token keeps in the cache, over all layers:
-    /// layers · num_kv_heads · (head_dim_qk + head_dim_v) · bytes.
+    /// layers · num_kv_heads · (elements of a key and its value) · bytes.
     ///
     /// A window layer keeps as much per token while the token is in its window.
     pub fn kv_bytes_per_token(&self, dtype: DType) -> u64 {
         let heads = self.heads;
-        let width = heads.head_dim_qk as u64 + heads.head_dim_v as u64;
+        let width = heads.kv_width() as u64;
         // Saturating: a config without weights may claim any sizes.
         let elements = [heads.num_kv_heads as u64, self.layers.len() as u64]
             .into_iter()
@@ -27,13 +27,11 @@ impl ModelConfig {
 }
 
 impl Weights {
-    /// Every matrix with its role's name, a tied head not repeated. Norms are vectors of their own and not among them.
+    /// Every matrix with its role's name, a tied head not repeated. Norms and biases are vectors of their own and not among them.
     pub fn tensors(&self) -> impl Iterator<Item = (String, &Tensor)> {
         let head = (!self.lm_head.same_bytes(&self.embed)).then_some(("lm_head".to_string(), &self.lm_head));
         let layers = self.layers.iter().enumerate().flat_map(|(i, layer)| {
-            let attention = [("q", &layer.q), ("k", &layer.k), ("v", &layer.v), ("o", &layer.o)];
-            let ffn = layer.ffn.iter().flat_map(|f| [("gate", &f.gate), ("up", &f.up), ("down", &f.down)]);
-            attention.into_iter().chain(ffn).map(move |(role, tensor)| (format!("layer {i} {role}"), tensor))
+            layer.linears().map(move |(role, linear)| (format!("layer {i} {role}"), &linear.weight))
         });
         std::iter::once(("embed".to_string(), &self.embed)).chain(layers).chain(head)
     }
@@ -41,13 +39,13 @@ impl Weights {
     /// Numbers that the model holds, a tied head counted once.
     pub fn num_parameters(&self) -> u64 {
         let matrices: u64 = self.tensors().map(|(_, t)| t.rows() as u64 * t.cols() as u64).sum();
-        matrices + self.norms() as u64
+        matrices + self.vector_elems() as u64
     }
 
-    /// Bytes in memory: matrices in their file's format, norms in f32.
+    /// Bytes in memory: matrices in their file's format, norms and biases in f32.
     pub fn bytes(&self) -> u64 {
         let matrices: u64 = self.tensors().map(|(_, t)| t.bytes().len() as u64).sum();
-        matrices + 4 * self.norms() as u64
+        matrices + 4 * self.vector_elems() as u64
     }
 
     /// Matrices and bytes of each format, by the format's name.
@@ -61,9 +59,12 @@ impl Weights {
         formats
     }
 
-    fn norms(&self) -> usize {
-        let layer =
-            |l: &crate::weights::LayerWeights| l.attn_norm.len() + l.ffn.as_ref().map_or(0, |f| f.norm.len());
+    fn vector_elems(&self) -> usize {
+        let layer = |l: &LayerWeights| {
+            let biases =
+                l.linears().filter_map(|(_, linear)| linear.bias.as_ref()).map(Vec::len).sum::<usize>();
+            biases + l.vectors().map(Vec::len).sum::<usize>()
+        };
         self.final_norm.len() + self.layers.iter().map(layer).sum::<usize>()
     }
 }

@@ -8,12 +8,13 @@ use std::path::{Component, Path, PathBuf};
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
-use crate::assemble::{self, SAFETENSORS as NAMES};
+use crate::assemble::{self, Names, Store};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::safetensors::{MAX_TENSORS, SafeTensors};
 use crate::source::Source;
-use crate::weights::Weights;
+use crate::weights::{Tensor, Weights};
+use suanpan_ops::WeightFormat;
 
 /// The index of a sharded model.
 pub const INDEX: &str = "model.safetensors.index.json";
@@ -106,6 +107,8 @@ pub(crate) struct Shards {
     home: BTreeMap<String, String>,
     /// What the files contradict each other about.
     pub warnings: Vec<String>,
+    /// Rows and columns of a block of FP8 scales, as the config says.
+    fp8_block: Option<[usize; 2]>,
 }
 
 impl Shards {
@@ -146,7 +149,7 @@ impl Shards {
         let file = SafeTensors::parse(folder.need(name, "weights")?)?;
         let home = file.tensor_names().map(|t| (t.to_string(), name.to_string())).collect();
         let files = BTreeMap::from([(name.to_string(), file)]);
-        Ok(Shards { name: folder.name(), files, home, warnings: Vec::new() })
+        Ok(Shards { name: folder.name(), files, home, warnings: Vec::new(), fp8_block: None })
     }
 
     fn indexed(folder: &Folder, index: &Source) -> Result<Shards, ModelError> {
@@ -179,7 +182,7 @@ impl Shards {
                 }
             }
         }
-        Ok(Shards { name: folder.name(), files, home, warnings })
+        Ok(Shards { name: folder.name(), files, home, warnings, fp8_block: None })
     }
 
     /// Bytes of all files.
@@ -194,30 +197,103 @@ impl Shards {
 
     /// The weights of `config`'s model, as views of the files. A tensor that nobody used is refused.
     pub fn weights(&mut self, config: &ModelConfig) -> Result<Weights, ModelError> {
-        let mut used = BTreeSet::new();
-        let mut fetch = |name: &str, shape: &[usize]| {
-            used.insert(name.to_string());
-            let file = self.home.get(name).and_then(|file| self.files.get(file));
-            let missing =
-                || ModelError::missing(&self.name, format!("tensor {name}"), format!("shape {shape:?}"));
-            file.ok_or_else(missing)?.tensor(name, shape)
-        };
-        let weights = assemble::weights(config, &NAMES, &mut fetch)?;
-        if config.tie_word_embeddings && self.home.contains_key(NAMES.lm_head) {
+        let names = Names::safetensors(config.family);
+        self.fp8_block = config.fp8_block;
+        let mut store = Tensors { shards: self, used: BTreeSet::new() };
+        let weights = assemble::weights(config, &names, &mut store)?;
+        let mut warnings = Vec::new();
+        if config.tie_word_embeddings && store.has(names.lm_head) {
             // As the reference does: a tied model's own head is not read. That it differs is worth a word.
-            let head = fetch(NAMES.lm_head, &[config.vocab_size, config.hidden_size])?;
+            let head = store.tensor(names.lm_head, &[config.vocab_size, config.hidden_size])?;
             if head.format() != weights.embed.format() || head.bytes() != weights.embed.bytes() {
-                let warning = format!(
+                warnings.push(format!(
                     "tensor {} differs from {}: tie_word_embeddings is true, so the embedding is used",
-                    NAMES.lm_head, NAMES.embed
-                );
-                self.warnings.push(warning);
+                    names.lm_head, names.embed
+                ));
             }
         }
+        let used = store.used;
+        self.warnings.append(&mut warnings);
         // Frequencies that old exporters stored beside the weights; the config says the same.
         let all = self.home.keys().map(String::as_str).filter(|n| !n.ends_with(".rotary_emb.inv_freq"));
-        assemble::refuse_unused(&self.name, all, &used, &config.architecture)?;
+        assemble::refuse_unused(&self.name, all, &used, config.family)?;
         Ok(weights)
+    }
+}
+
+/// Shards whose fetched tensors are remembered.
+struct Tensors<'a> {
+    shards: &'a Shards,
+    used: BTreeSet<String>,
+}
+
+impl Tensors<'_> {
+    /// An FP8 matrix with the scales beside it: `<name>_scale_inv`, one a block, or `<name>_scale`, one a row or one in all. (Both
+    /// multiply; the first name is of those who divided by it.)
+    fn scaled(&mut self, tensor: Tensor, name: &str, rows: usize, cols: usize) -> Result<Tensor, ModelError> {
+        let beside = ["_scale_inv", "_scale"].map(|end| format!("{name}{end}"));
+        let Some(scale) = beside.iter().find(|s| self.has(s)) else {
+            return Err(ModelError::missing(
+                &*self.shards.name,
+                format!("tensor {}", beside[0]),
+                "F8_E4M3 weights",
+            ));
+        };
+        let file = self.file(scale, &[])?;
+        let shape = file.tensor_info(scale).map(|info| info.shape.clone()).unwrap_or_default();
+        let (block_rows, block_cols) = match (shape.as_slice(), self.shards.fp8_block) {
+            ([] | [1], _) => (rows, cols),
+            (&[r], _) if r == rows => (1, cols),
+            (&[r, 1], _) if r == rows => (1, cols),
+            (&[r, c], Some([br, bc])) if r == rows.div_ceil(br) && c == cols.div_ceil(bc) => (br, bc),
+            (_, block) => {
+                let supported = format!("one, one a row, or one a block of {block:?} of {rows} x {cols}");
+                let field = format!("tensor {scale}");
+                return Err(ModelError::bad(
+                    &*self.shards.name,
+                    field,
+                    format!("shape {shape:?}"),
+                    supported,
+                ));
+            }
+        };
+        let file = self.file(scale, &shape)?;
+        tensor.with_scales(file.tensor(scale, &shape)?.to_f32(), block_rows, block_cols)
+    }
+
+    /// The file that holds `name`, which from now on counts as used.
+    fn file(&mut self, name: &str, shape: &[usize]) -> Result<&SafeTensors, ModelError> {
+        self.used.insert(name.to_string());
+        let Shards { name: folder, files, home, .. } = self.shards;
+        let file = home.get(name).and_then(|file| files.get(file));
+        file.ok_or_else(|| ModelError::missing(folder, format!("tensor {name}"), format!("shape {shape:?}")))
+    }
+}
+
+impl Store for Tensors<'_> {
+    fn has(&self, name: &str) -> bool {
+        self.shards.home.contains_key(name)
+    }
+
+    fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+        let tensor = self.file(name, shape)?.tensor(name, shape)?;
+        match (tensor.format(), shape) {
+            (WeightFormat::F8E4M3, &[rows, cols]) => self.scaled(tensor, name, rows, cols),
+            (WeightFormat::F8E4M3, _) => {
+                let found = format!("F8_E4M3 of shape {shape:?}");
+                Err(ModelError::bad(
+                    &*self.shards.name,
+                    format!("tensor {name}"),
+                    found,
+                    "matrices with scales",
+                ))
+            }
+            _ => Ok(tensor),
+        }
+    }
+
+    fn bytes(&mut self, name: &str, shape: &[usize]) -> Result<Vec<u8>, ModelError> {
+        Ok(self.file(name, shape)?.bytes(name, shape)?.to_vec())
     }
 }
 

@@ -152,18 +152,16 @@ fn load_gguf(path: &Path) -> Result<Model, ModelError> {
 
 /// The model in an opened GGUF file.
 pub fn from_gguf(gguf: &Gguf) -> Result<Model, ModelError> {
-    let mut config = gguf::llama::config(gguf)?;
-    let weights = gguf::llama::weights(gguf, &config)?;
+    let mut config = gguf::model::config(gguf)?;
+    let weights = gguf::model::weights(gguf, &config)?;
     gguf.source().read_ahead();
     let tokenizer = gguf_tokenizer(gguf)?;
-    let mut warnings = Vec::new();
     let chat_template = gguf.string("tokenizer.chat_template")?;
-    let chat_template =
-        chat_template.and_then(|t| compile_template(gguf.name(), t, &tokenizer, &mut warnings));
+    let chat_template = chat_template.map(|t| compile_template(gguf.name(), t, &tokenizer)).transpose()?;
     config.add_bos = begins_with_bos(&config, &tokenizer);
     check_vocabulary(gguf.name(), &config, &tokenizer)?;
     let file_bytes = gguf.source().len() as u64;
-    Ok(Model { config, weights, tokenizer, chat_template, file_bytes, warnings })
+    Ok(Model { config, weights, tokenizer, chat_template, file_bytes, warnings: Vec::new() })
 }
 
 fn gguf_tokenizer(gguf: &Gguf) -> Result<Tokenizer, ModelError> {
@@ -190,17 +188,14 @@ fn load_folder(path: &Path, file: Option<&str>) -> Result<Model, ModelError> {
     };
     let weights = shards.weights(&config)?;
     shards.sources().for_each(Source::read_ahead);
-    let mut warnings = std::mem::take(&mut shards.warnings);
-    let (tokenizer, chat_template) = folder_tokenizer(&folder, &mut warnings)?;
+    let warnings = std::mem::take(&mut shards.warnings);
+    let (tokenizer, chat_template) = folder_tokenizer(&folder)?;
     config.add_bos = begins_with_bos(&config, &tokenizer);
     check_vocabulary(&folder.name(), &config, &tokenizer)?;
     Ok(Model { config, weights, tokenizer, chat_template, file_bytes: shards.bytes(), warnings })
 }
 
-fn folder_tokenizer(
-    folder: &Folder,
-    warnings: &mut Vec<String>,
-) -> Result<(Tokenizer, Option<ChatTemplate>), ModelError> {
+fn folder_tokenizer(folder: &Folder) -> Result<(Tokenizer, Option<ChatTemplate>), ModelError> {
     let json = folder.need("tokenizer.json", "the tokenizer")?;
     let settings = folder.read("tokenizer_config.json")?;
     let read = Tokenizer::from_json(&json, settings.as_deref())
@@ -212,27 +207,17 @@ fn folder_tokenizer(
         Some(s) => Some(std::str::from_utf8(s).map_err(|e| ModelError::bad(s.name(), "text", e, "UTF-8"))?),
     };
     let source = own.or(read.chat_template.as_deref());
-    let template = source.and_then(|t| compile_template(&folder.name(), t, &read.tokenizer, warnings));
+    let template = source.map(|t| compile_template(&folder.name(), t, &read.tokenizer)).transpose()?;
     Ok((read.tokenizer, template))
 }
 
-/// A template that does not compile costs the chat routes, not the model: that is said, not hidden.
-fn compile_template(
-    file: &str,
-    source: &str,
-    tokenizer: &Tokenizer,
-    warnings: &mut Vec<String>,
-) -> Option<ChatTemplate> {
+/// A template that does not compile is a damaged file: it is refused here, not at the first conversation.
+fn compile_template(file: &str, source: &str, tokenizer: &Tokenizer) -> Result<ChatTemplate, ModelError> {
     let ids = tokenizer.special_ids();
     let text =
         |id: Option<u32>| id.and_then(|id| tokenizer.token_bytes(id)).and_then(|b| String::from_utf8(b).ok());
-    match ChatTemplate::compile(source, text(ids.bos).as_deref(), text(ids.eos).as_deref()) {
-        Ok(template) => Some(template),
-        Err(e) => {
-            warnings.push(format!("{file}: {e}; chat requests will be refused"));
-            None
-        }
-    }
+    ChatTemplate::compile(source, text(ids.bos).as_deref(), text(ids.eos).as_deref())
+        .map_err(|e| ModelError::Template { file: file.into(), message: e.to_string() })
 }
 
 fn begins_with_bos(config: &ModelConfig, tokenizer: &Tokenizer) -> bool {

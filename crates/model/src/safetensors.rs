@@ -47,7 +47,7 @@ const DTYPE_BITS: [(&str, usize); 21] = [
     ("U64", 64),
     ("F64", 64),
 ];
-const SUPPORTED_DTYPES: &str = "F32, F16, BF16";
+const SUPPORTED_DTYPES: &str = "F32, F16, BF16, F8_E4M3 with scales";
 
 /// An opened safetensors file whose header has been checked whole.
 pub struct SafeTensors {
@@ -120,8 +120,32 @@ impl SafeTensors {
         self.tensors.keys().map(|name| &**name)
     }
 
-    /// The tensor `name` as a view of the file; it must have exactly `shape` (rows, then cols).
+    /// The tensor `name` as a view of the file; it must have exactly `shape`. All sizes but the last become rows.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+        let (field, info) = self.info_of_shape(name, shape)?;
+        let format = match info.dtype {
+            "F32" => WeightFormat::F32,
+            "F16" => WeightFormat::F16,
+            "BF16" => WeightFormat::Bf16,
+            "F8_E4M3" => WeightFormat::F8E4M3,
+            other => {
+                return Err(ModelError::bad(self.name(), field, format!("type {other}"), SUPPORTED_DTYPES));
+            }
+        };
+        let (rows, cols) = rows_cols(shape);
+        Tensor::new(&self.source, &field, info.bytes.clone(), format, rows, cols)
+    }
+
+    /// The bytes of tensor `name` of type U8 and exactly `shape`.
+    pub fn bytes(&self, name: &str, shape: &[usize]) -> Result<&[u8], ModelError> {
+        let (field, info) = self.info_of_shape(name, shape)?;
+        if info.dtype != "U8" {
+            return Err(ModelError::bad(self.name(), field, format!("type {}", info.dtype), "U8"));
+        }
+        Ok(&self.source[info.bytes.clone()])
+    }
+
+    fn info_of_shape(&self, name: &str, shape: &[usize]) -> Result<(String, &TensorInfo), ModelError> {
         let field = format!("tensor {name}");
         let Some(info) = self.tensors.get(name) else {
             return Err(ModelError::missing(self.name(), field, format!("shape {shape:?}")));
@@ -130,28 +154,14 @@ impl SafeTensors {
             let found = format!("shape {:?}", info.shape);
             return Err(ModelError::bad(self.name(), field, found, format!("{shape:?}")));
         }
-        let format = match info.dtype {
-            "F32" => WeightFormat::F32,
-            "F16" => WeightFormat::F16,
-            "BF16" => WeightFormat::Bf16,
-            other => {
-                return Err(ModelError::bad(self.name(), field, format!("type {other}"), SUPPORTED_DTYPES));
-            }
-        };
-        let (rows, cols) = match *shape {
-            [cols] => (1, cols),
-            [rows, cols] => (rows, cols),
-            _ => {
-                return Err(ModelError::bad(
-                    self.name(),
-                    field,
-                    format!("shape {shape:?}"),
-                    "1 or 2 dimensions",
-                ));
-            }
-        };
-        Tensor::new(&self.source, &field, info.bytes.clone(), format, rows, cols)
+        Ok((field, info))
     }
+}
+
+/// All sizes but the last as one. Their product fits: it was checked with the header.
+fn rows_cols(shape: &[usize]) -> (usize, usize) {
+    let (cols, rows) = shape.split_last().map_or((1, &[][..]), |(cols, rows)| (*cols, rows));
+    (rows.iter().product(), cols)
 }
 
 /// The data must be covered exactly: a gap, an overlap or a tail means a cut, padded or forged file.

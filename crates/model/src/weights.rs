@@ -1,8 +1,9 @@
 //! The weights of a model: named roles, each a tensor that keeps its file's format in shared memory.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use suanpan_ops::{Weight, WeightFormat};
+use suanpan_ops::{Scales, Weight, WeightFormat};
 
 use crate::error::ModelError;
 use crate::source::Source;
@@ -17,6 +18,15 @@ pub struct Tensor {
     format: WeightFormat,
     rows: usize,
     cols: usize,
+    scales: Option<ScaleGrid>,
+}
+
+/// Scales beside a matrix, one a block of elements.
+#[derive(Clone, Debug)]
+struct ScaleGrid {
+    data: Arc<[f32]>,
+    block_rows: usize,
+    block_cols: usize,
 }
 
 /// Weights of the whole transformer.
@@ -32,34 +42,119 @@ pub struct Weights {
     pub lm_head: Tensor,
 }
 
-/// Weights of one layer.
+/// A product with its bias, if it has one.
+#[derive(Clone, Debug)]
+pub struct Linear {
+    /// `[out features, in features]`.
+    pub weight: Tensor,
+    /// `[out features]`.
+    pub bias: Option<Vec<f32>>,
+}
+
+impl ScaleGrid {
+    fn view(&self) -> Scales<'_> {
+        Scales { data: &self.data, block_rows: self.block_rows, block_cols: self.block_cols }
+    }
+}
+
+impl From<Tensor> for Linear {
+    fn from(weight: Tensor) -> Linear {
+        Linear { weight, bias: None }
+    }
+}
+
+/// Weights of one layer. What the model's family does not have is `None`.
 #[derive(Clone, Debug)]
 pub struct LayerWeights {
     /// `[hidden_size]`, before attention.
     pub attn_norm: Vec<f32>,
     /// `[num_q_heads * head_dim_qk, hidden_size]`.
-    pub q: Tensor,
+    pub q: Linear,
     /// `[num_kv_heads * head_dim_qk, hidden_size]`.
-    pub k: Tensor,
+    pub k: Linear,
     /// `[num_kv_heads * head_dim_v, hidden_size]`.
-    pub v: Tensor,
+    pub v: Linear,
     /// `[hidden_size, num_q_heads * head_dim_v]`.
-    pub o: Tensor,
+    pub o: Linear,
+    /// `[head_dim_qk]` each: norms of q's and k's heads.
+    pub qk_norms: Option<[Vec<f32>; 2]>,
+    /// `[num_q_heads]`: logits that join the softmax.
+    pub sinks: Option<Vec<f32>>,
+    /// `[hidden_size]`, after attention's output.
+    pub post_attn_norm: Option<Vec<f32>>,
     /// The MLP, if the layer has one.
     pub ffn: Option<Ffn>,
 }
 
-/// Weights of a gated MLP: `down(silu(gate x) * up x)`.
+/// The second half of a layer.
 #[derive(Clone, Debug)]
 pub struct Ffn {
     /// `[hidden_size]`, before the MLP.
     pub norm: Vec<f32>,
+    /// `[hidden_size]`, after it.
+    pub post_norm: Option<Vec<f32>>,
+    /// One MLP, or a choice of several.
+    pub mlp: Mlp,
+}
+
+/// One MLP, or experts.
+#[derive(Clone, Debug)]
+pub enum Mlp {
+    /// The same for every token.
+    Dense(Box<Gated>),
+    /// A few of many for each token.
+    Experts {
+        /// `[experts, hidden_size]`.
+        router: Linear,
+        /// The experts, all of one shape.
+        experts: Vec<Gated>,
+    },
+}
+
+/// Weights of a gated MLP: `down(activation(gate x, up x))`.
+#[derive(Clone, Debug)]
+pub struct Gated {
     /// `[intermediate_size, hidden_size]`.
-    pub gate: Tensor,
+    pub gate: Linear,
     /// `[intermediate_size, hidden_size]`.
-    pub up: Tensor,
+    pub up: Linear,
     /// `[hidden_size, intermediate_size]`.
-    pub down: Tensor,
+    pub down: Linear,
+}
+
+impl LayerWeights {
+    /// Every product with the name of its role.
+    pub fn linears(&self) -> impl Iterator<Item = (String, &Linear)> {
+        let attention = [("q", &self.q), ("k", &self.k), ("v", &self.v), ("o", &self.o)];
+        let attention = attention.into_iter().map(|(role, l)| (role.to_string(), l));
+        attention.chain(self.ffn.iter().flat_map(|f| f.mlp.linears()))
+    }
+
+    /// Every vector that is not a bias.
+    pub fn vectors(&self) -> impl Iterator<Item = &Vec<f32>> {
+        let ffn = self.ffn.iter().flat_map(|f| std::iter::once(&f.norm).chain(&f.post_norm));
+        std::iter::once(&self.attn_norm)
+            .chain(self.qk_norms.iter().flatten())
+            .chain(&self.sinks)
+            .chain(&self.post_attn_norm)
+            .chain(ffn)
+    }
+}
+
+impl Mlp {
+    /// Every product with the name of its role.
+    pub fn linears(&self) -> impl Iterator<Item = (String, &Linear)> {
+        let (router, all) = match self {
+            Mlp::Dense(gated) => (None, std::slice::from_ref(&**gated)),
+            Mlp::Experts { router, experts } => (Some(router), experts.as_slice()),
+        };
+        let many = router.is_some();
+        let each = all.iter().enumerate().flat_map(move |(e, g)| {
+            let name = move |role: &str| if many { format!("expert {e} {role}") } else { role.to_string() };
+            [("gate", &g.gate), ("up", &g.up), ("down", &g.down)].map(|(role, l)| (name(role), l))
+        });
+        router.into_iter().map(|r| ("router".to_string(), r)).chain(each)
+    }
 }
 
 impl Tensor {
@@ -85,7 +180,7 @@ impl Tensor {
         };
         Weight::new(format, rows, cols, data)
             .map_err(|e| refuse(format!("{} {}", e.field, e.asked), e.supported))?;
-        let tensor = Tensor { source: source.clone(), range, format, rows, cols };
+        let tensor = Tensor { source: source.clone(), range, format, rows, cols, scales: None };
         Ok(tensor.aligned())
     }
 
@@ -107,6 +202,19 @@ impl Tensor {
         Tensor::from_bytes(name, bytes, WeightFormat::F32, rows, cols)
     }
 
+    /// The same matrix, each element times the scale of its block of `block_rows` x `block_cols`; `data`: `[rows / block_rows, cols /
+    /// block_cols]`, both rounded up.
+    pub fn with_scales(
+        self,
+        data: Vec<f32>,
+        block_rows: usize,
+        block_cols: usize,
+    ) -> Result<Tensor, ModelError> {
+        let grid = ScaleGrid { data: data.into(), block_rows, block_cols };
+        self.weight().with_scales(grid.view())?;
+        Ok(Tensor { scales: Some(grid), ..self })
+    }
+
     /// Kernels read float formats as typed slices. A file may place a tensor at any byte (safetensors does not align), so
     /// a crooked one is copied once, here; a straight one stays in the mapping.
     fn aligned(self) -> Tensor {
@@ -126,10 +234,65 @@ impl Tensor {
         Tensor { source: Source::owned(self.source.name(), copy), range: start..start + len, ..self }
     }
 
+    /// Rows `rows` of the same bytes. `None` where they cut a block of scales.
+    ///
+    /// Panics when they are not inside: callers have checked shapes.
+    pub fn slice_rows(&self, rows: Range<usize>) -> Option<Tensor> {
+        assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
+        let row_bytes = self.range.len() / self.rows;
+        let range = self.range.start + rows.start * row_bytes..self.range.start + rows.end * row_bytes;
+        let scales = match &self.scales {
+            None => None,
+            Some(grid) => {
+                let whole = |row: usize| row.is_multiple_of(grid.block_rows) || row == self.rows;
+                if !whole(rows.start) || !whole(rows.end) {
+                    return None;
+                }
+                let per_row = self.cols.div_ceil(grid.block_cols);
+                let first = rows.start / grid.block_rows * per_row;
+                let data = &grid.data[first..rows.end.div_ceil(grid.block_rows) * per_row];
+                Some(ScaleGrid { data: data.into(), ..*grid })
+            }
+        };
+        Some(Tensor { source: self.source.clone(), range, rows: rows.len(), scales, ..*self })
+    }
+
+    /// A copy of rows `first`, `first + 2`, …, `count` of them.
+    pub(crate) fn every_second_row(&self, first: usize, count: usize) -> Result<Tensor, ModelError> {
+        let rows = (0..count).flat_map(|i| self.weight().row(first + 2 * i)).copied().collect();
+        Tensor::from_bytes(self.source.name(), rows, self.format, count, self.cols)
+    }
+
+    /// A copy in which each of `count` stacked matrices of plain floats is transposed.
+    pub(crate) fn transposed(&self, count: usize) -> Result<Tensor, ModelError> {
+        if self.format.is_quantised() {
+            let found = format!("experts in {}", self.format);
+            return Err(ModelError::bad(
+                self.source.name(),
+                "tensor",
+                found,
+                "F32, F16, BF16 or MXFP4 experts",
+            ));
+        }
+        let (rows, size) = (self.rows / count, self.format.block_bytes());
+        let data = self.bytes();
+        let mut out = Vec::with_capacity(data.len());
+        for matrix in data.chunks_exact(rows * self.cols * size) {
+            for c in 0..self.cols {
+                (0..rows).for_each(|r| out.extend_from_slice(&matrix[(r * self.cols + c) * size..][..size]));
+            }
+        }
+        Tensor::from_bytes(self.source.name(), out, self.format, count * self.cols, rows)
+    }
+
     /// The view that kernels take.
     pub fn weight(&self) -> Weight<'_> {
-        Weight::new(self.format, self.rows, self.cols, self.bytes())
-            .expect("checked when the tensor was made")
+        let weight = Weight::new(self.format, self.rows, self.cols, self.bytes());
+        let scaled = weight.and_then(|w| match &self.scales {
+            None => Ok(w),
+            Some(grid) => w.with_scales(grid.view()),
+        });
+        scaled.expect("checked when the tensor was made")
     }
 
     /// Out features.

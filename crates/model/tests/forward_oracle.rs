@@ -51,7 +51,10 @@ fn other_layouts_of_heads_and_layers_agree() {
         plain(&|c| c.intermediate_size = 0),
         plain(&|c| c.softmax_scale = Some(0.7)),
         plain(&|c| c.layers.truncate(1)),
-        plain(&|c| c.heads.head_dim_qk = 10),
+        plain(&|c| (c.heads.head_dim_qk, c.rotary_dim) = (10, 10)),
+        plain(&|c| c.rotary_dim = 6),
+        plain(&|c| (c.rotary_dim, c.rope_style) = (6, RopeStyle::Interleaved)),
+        plain(&|c| (c.attn_softcap, c.logit_softcap) = (Some(3.0), Some(2.0))),
     ];
     let tokens = tokens(3, 40);
     for (i, config) in cases.into_iter().enumerate() {
@@ -213,13 +216,13 @@ fn rotary_positions_stay_right_at_a_million_tokens_with_llama3_scaling() {
         original_max_position_embeddings: 8192.0,
     };
     let config = ModelConfig {
-        rope: RopeConfig { theta: 500_000.0, scaling, attention_factor: 1.0 },
-        layers: vec![LayerConfig { window: Some(window), rope: true }; 3],
+        ropes: vec![RopeConfig { theta: 500_000.0, scaling, attention_factor: 1.0 }],
+        layers: vec![LayerConfig { window: Some(window), rope: Some(0) }; 3],
         ..config()
     };
     let (model, tokens) = (model(config, 14), tokens(15, 24));
     for start in [131_000, 1_048_504] {
-        let set = Setting { start, zero_keys: window - 1, bf16_kv: false };
+        let set = Setting { start, zero_keys: window - 1, ..Setting::default() };
         let bound = Bound::new(&model, &tokens, set);
         let opts = ExecOptions { max_model_len: 1 << 20, ..options() };
         let mut d = Driver::new(model.clone(), opts, 8);

@@ -81,7 +81,14 @@ fn steps_of_every_kind_allocate_nothing_once_the_executor_stands() {
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tied-q4_1.gguf");
     let quantised = Arc::new(load(file, &LoadOptions::default(), &mut |_| {}).unwrap());
     let floats = model(config(), 1);
+    // Experts, sinks and biases; norms of heads and of outputs.
+    let families = ["gpt-oss", "gemma3"].map(|name| {
+        let file = format!("{}/tests/fixtures/families/{name}.gguf", env!("CARGO_MANIFEST_DIR"));
+        Arc::new(load(&file, &LoadOptions::default(), &mut |_| {}).unwrap())
+    });
     for (model, precision) in [
+        (&families[0], Precision::F32),
+        (&families[1], Precision::F32),
         (&floats, Precision::F32),
         (&floats, Precision::Int8),
         (&quantised, Precision::F32),
@@ -89,7 +96,7 @@ fn steps_of_every_kind_allocate_nothing_once_the_executor_stands() {
     ] {
         let opts = ExecOptions { precision, max_tokens: 128, ..options() };
         let mut d = Driver::new(Arc::clone(model), opts, 64);
-        let tokens = Random(2).tokens(128, 96);
+        let tokens = Random(2).tokens(128, model.config.vocab_size.min(96));
         // Fills the batch (whose memory is kept) and the pages of two sequences.
         let (a, b) = (d.start(), d.start());
         d.step(&[all(a, &tokens[..100]), Extend { seq: b, tokens: &tokens[..28], logits: LogitRows::None }]);

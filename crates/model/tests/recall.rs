@@ -164,8 +164,8 @@ fn a_window_off_by_one_changes_the_text() {
 #[test]
 fn positions_on_the_wrong_layer_change_the_text() {
     let layer = |window, rope| LayerConfig { window, rope };
-    assert_eq!(right_after(|c, _| c.layers[0] = layer(Some(WINDOW), false)), 0);
-    assert_eq!(right_after(|c, _| c.layers[1] = layer(None, true)), 0);
+    assert_eq!(right_after(|c, _| c.layers[0] = layer(Some(WINDOW), None)), 0);
+    assert_eq!(right_after(|c, _| c.layers[1] = layer(None, Some(0))), 0);
 }
 
 #[test]
@@ -197,15 +197,15 @@ fn a_wrong_head_mapping_changes_the_text() {
     for layer in 0..2 {
         let right = right_after(|_, w| {
             let l = &mut w.layers[layer];
-            l.q = reorder_rows(&l.q, 64, &order);
-            l.o = reorder_cols(&l.o, 64, &order);
+            l.q.weight = reorder_rows(&l.q.weight, 64, &order);
+            l.o.weight = reorder_cols(&l.o.weight, 64, &order);
         });
         assert_eq!(right, 0, "layer {layer}");
         // The kv heads swapped.
         let right = right_after(|_, w| {
             let l = &mut w.layers[layer];
-            l.k = reorder_rows(&l.k, 64, &[1, 0]);
-            l.v = reorder_rows(&l.v, 64, &[1, 0]);
+            l.k.weight = reorder_rows(&l.k.weight, 64, &[1, 0]);
+            l.v.weight = reorder_rows(&l.v.weight, 64, &[1, 0]);
         });
         assert_eq!(right, 0, "layer {layer}");
     }
@@ -215,7 +215,10 @@ fn a_wrong_head_mapping_changes_the_text() {
 fn queries_one_position_off_change_the_text() {
     // Within a group, head j asks for offset j + 1: as if its position were one too small.
     assert_eq!(
-        right_after(|_, w| w.layers[0].q = reorder_rows(&w.layers[0].q, 64, &[1, 2, 3, 3, 5, 6, 7, 7])),
+        right_after(|_, w| {
+            let q = &mut w.layers[0].q.weight;
+            *q = reorder_rows(q, 64, &[1, 2, 3, 3, 5, 6, 7, 7]);
+        }),
         0
     );
 }

@@ -122,6 +122,33 @@ fn smollm2_ids_equal_the_reference() {
     assert_eq!(tokenizer.special_ids().eos, Some(2));
 }
 
+/// SentencePiece: against the `sentencepiece` library from GGUF, against `tokenizers` from tokenizer.json.
+#[test]
+fn sentencepiece_ids_equal_the_reference() {
+    for name in ["spm-plain", "spm-prefix", "spm-phrases"] {
+        let gguf = Gguf::open(&fixture(&format!("{name}.gguf"))).unwrap();
+        let tokenizer = Tokenizer::from_gguf(GgufVocab::read(&gguf).unwrap()).unwrap();
+        check(&tokenizer, &format!("{name}-expected.json"));
+        assert!(tokenizer.missing_bytes().is_empty());
+    }
+    for name in ["spm-plain", "spm-prefix"] {
+        check(&small(&format!("{name}.json")), &format!("{name}-json-expected.json"));
+    }
+}
+
+#[test]
+fn sentencepiece_keeps_every_byte_of_a_text_and_splits_no_character_in_a_stream() {
+    let gguf = Gguf::open(&fixture("spm-plain.gguf")).unwrap();
+    let tokenizer = Tokenizer::from_gguf(GgufVocab::read(&gguf).unwrap()).unwrap();
+    let text = "a\u{0}b 🎉 \u{10ffff}\u{7f} né";
+    let ids = tokenizer.encode_plain(text).unwrap();
+    assert_eq!(tokenizer.decode(&ids, true), text);
+    let mut stream = Detokenizer::new(&tokenizer, true);
+    let parts: Vec<String> = ids.iter().map(|&id| stream.push(id)).collect();
+    assert_eq!(parts.concat() + &stream.flush(), text);
+    assert!(!parts.iter().any(|p| p.contains('\u{fffd}')), "{parts:?}");
+}
+
 #[test]
 fn a_begin_token_is_never_written_twice() {
     let llama = small("llama3_small.json");
@@ -224,7 +251,7 @@ fn tokenizer_json_parts_that_change_ids_are_refused_by_name() {
         ("/model/type", json!("Unigram"), "model.type"),
         ("/model/dropout", json!(0.1), "model.dropout"),
         ("/model/unk_token", json!("<unk>"), "model.unk_token"),
-        ("/model/byte_fallback", json!(true), "model.byte_fallback"),
+        ("/model/byte_fallback", json!(true), "pre_tokenizer"),
         ("/model/end_of_word_suffix", json!("</w>"), "model.end_of_word_suffix"),
         ("/model/merges", json!(["a b c"]), "a b c"),
         ("/model/merges", json!([["a"]]), "two tokens"),

@@ -31,9 +31,19 @@ fn random_matrix(format: WeightFormat, rows: usize, cols: usize, noise: &mut Noi
     let scales: &[usize] = match format {
         WeightFormat::F32 => &[2],
         WeightFormat::F16 | WeightFormat::Bf16 | WeightFormat::Q4_0 | WeightFormat::Q8_0 => &[0],
-        WeightFormat::Q4_1 | WeightFormat::Q4K => &[0, 2],
+        WeightFormat::Q5_0 | WeightFormat::Iq4Nl | WeightFormat::Iq4Xs => &[0],
+        WeightFormat::Q4_1 | WeightFormat::Q5_1 | WeightFormat::Q4K | WeightFormat::Q5K => &[0, 2],
+        WeightFormat::Q2K => &[80, 82],
+        WeightFormat::Q3K => &[108],
         WeightFormat::Q6K => &[208],
+        WeightFormat::Mxfp4 | WeightFormat::F8E4M3 => &[],
     };
+    if format == WeightFormat::F8E4M3 {
+        data.iter_mut().for_each(|b| *b &= 0xbf);
+    }
+    if format == WeightFormat::Mxfp4 {
+        data.chunks_exact_mut(17).for_each(|block| block[0] = 120);
+    }
     let top = if matches!(format, WeightFormat::F32 | WeightFormat::Bf16) { 0x3c } else { 0x20 };
     for block in data.chunks_exact_mut(format.block_bytes()) {
         for at in scales {

@@ -1,4 +1,4 @@
-//! Gated activation and the residual add, elementwise.
+//! Gated activations, the residual add, biases and caps, elementwise.
 
 use rayon::prelude::*;
 
@@ -34,10 +34,56 @@ fn exp(x: f32) -> f32 {
     p * two(half) * two(n - half)
 }
 
+/// The function on the gate of a gated MLP.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Activation {
+    /// `g / (1 + exp(−g)) · u`.
+    Silu,
+    /// `gelu(g) · u` with the tanh approximation: `g / (1 + exp(−2 √(2/π) (g + 0.044715 g³)))`.
+    GeluTanh,
+    /// `g / (1 + exp(−alpha g)) · (u + 1)` with `g` cut above and `u` on both sides at `limit` (gpt-oss).
+    ClampedSwiglu {
+        /// Gain inside the sigmoid.
+        alpha: f32,
+        /// Where gate and up are cut.
+        limit: f32,
+    },
+}
+
 per_isa! {
-    fn silu_mul_part(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    fn silu_part(gate: &[f32], up: &[f32], out: &mut [f32]) {
         for ((o, &g), &u) in out.iter_mut().zip(gate).zip(up) {
             *o = g / (1.0 + exp(-g)) * u;
+        }
+    }
+}
+
+per_isa! {
+    fn gelu_part(gate: &[f32], up: &[f32], out: &mut [f32]) {
+        const TWICE: f32 = 1.595_769_2; // 2 √(2/π)
+        for ((o, &g), &u) in out.iter_mut().zip(gate).zip(up) {
+            *o = g / (1.0 + exp(-TWICE * (g + 0.044_715 * g * g * g))) * u;
+        }
+    }
+}
+
+per_isa! {
+    fn clamped_part(gate: &[f32], up: &[f32], out: &mut [f32], alpha: f32, limit: f32) {
+        for ((o, &g), &u) in out.iter_mut().zip(gate).zip(up) {
+            // Comparisons written this way keep a NaN.
+            let g = if g > limit { limit } else { g };
+            let u = if u > limit { limit } else { u };
+            let u = if u < -limit { -limit } else { u };
+            *o = g / (1.0 + exp(-alpha * g)) * (u + 1.0);
+        }
+    }
+}
+
+per_isa! {
+    fn softcap_part(x: &mut [f32], cap: f32) {
+        let twice = 2.0 / cap;
+        for x in x.iter_mut() {
+            *x = cap - 2.0 * cap / (1.0 + exp(twice * *x));
         }
     }
 }
@@ -50,21 +96,50 @@ per_isa! {
     }
 }
 
-/// `out[i] = silu(gate[i]) · up[i]` with `silu(g) = g / (1 + exp(−g))`; equal lengths.
+/// `out[i] = activation(gate[i], up[i])`; equal lengths.
 ///
 /// # Panics
 /// When the lengths differ.
-pub fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
-    assert_eq!(gate.len(), up.len(), "silu_mul: up");
-    assert_eq!(gate.len(), out.len(), "silu_mul: out");
+pub fn gated(activation: Activation, gate: &[f32], up: &[f32], out: &mut [f32]) {
+    assert_eq!(gate.len(), up.len(), "gated: up");
+    assert_eq!(gate.len(), out.len(), "gated: out");
     let isa = Isa::best();
+    let run = |gate: &[f32], up: &[f32], out: &mut [f32]| match activation {
+        Activation::Silu => silu_part(isa, gate, up, out),
+        Activation::GeluTanh => gelu_part(isa, gate, up, out),
+        Activation::ClampedSwiglu { alpha, limit } => clamped_part(isa, gate, up, out, alpha, limit),
+    };
     if out.len() < PARALLEL_ELEMS {
-        return silu_mul_part(isa, gate, up, out);
+        return run(gate, up, out);
     }
     const PART: usize = PARALLEL_ELEMS / 4;
     (gate.par_chunks(PART), up.par_chunks(PART), out.par_chunks_mut(PART))
         .into_par_iter()
-        .for_each(|(gate, up, out)| silu_mul_part(isa, gate, up, out));
+        .for_each(|(gate, up, out)| run(gate, up, out));
+}
+
+/// `x[i] = cap · tanh(x[i] / cap)`, within a few roundings of `cap`.
+pub fn softcap(x: &mut [f32], cap: f32) {
+    let isa = Isa::best();
+    if x.len() < PARALLEL_ELEMS {
+        return softcap_part(isa, x, cap);
+    }
+    x.par_chunks_mut(PARALLEL_ELEMS / 4).for_each(|x| softcap_part(isa, x, cap));
+}
+
+/// `x[i] *= factor`.
+pub fn scale(x: &mut [f32], factor: f32) {
+    x.iter_mut().for_each(|x| *x *= factor);
+}
+
+/// Adds `bias` to each row of `out`, `[rows, bias.len()]`.
+///
+/// # Panics
+/// When `out` is not whole rows.
+pub fn add_bias(out: &mut [f32], bias: &[f32]) {
+    assert!(out.len().is_multiple_of(bias.len().max(1)), "add_bias: out");
+    let isa = Isa::best();
+    out.chunks_exact_mut(bias.len().max(1)).for_each(|row| add_part(isa, bias, row));
 }
 
 /// `out[i] += x[i]`; equal lengths.

@@ -13,11 +13,11 @@ pub mod norm;
 pub mod quantize;
 pub mod rope;
 
-pub use activation::{add_into, silu_mul};
+pub use activation::{Activation, add_bias, add_into, gated, scale, softcap};
 pub use embed::embed;
-pub use format::{Weight, WeightFormat};
+pub use format::{Scales, Weight, WeightFormat};
 pub use isa::Isa;
 pub use linear::{LinearOut, LinearWorkspace, linear};
-pub use norm::rms_norm;
+pub use norm::{rms_norm, rms_norm_in_place};
 pub use quantize::{LinearInput, Precision};
 pub use rope::{RopeStyle, RopeTable, rope};

@@ -4,7 +4,9 @@ mod common;
 
 use common::Noise;
 use proptest::prelude::*;
-use suanpan_ops::{Isa, LinearInput, LinearOut, LinearWorkspace, Precision, Weight, WeightFormat, linear};
+use suanpan_ops::{
+    Isa, LinearInput, LinearOut, LinearWorkspace, Precision, Scales, Weight, WeightFormat, linear,
+};
 
 /// Random bytes of a `[rows, cols]` matrix whose scales are finite, signed and spread over a few powers of two.
 fn random_matrix(format: WeightFormat, rows: usize, cols: usize, noise: &mut Noise) -> Vec<u8> {
@@ -13,9 +15,23 @@ fn random_matrix(format: WeightFormat, rows: usize, cols: usize, noise: &mut Noi
     let highs: &[usize] = match format {
         WeightFormat::F32 => &[3],
         WeightFormat::F16 | WeightFormat::Bf16 | WeightFormat::Q4_0 | WeightFormat::Q8_0 => &[1],
-        WeightFormat::Q4_1 | WeightFormat::Q4K => &[1, 3],
+        WeightFormat::Q5_0 | WeightFormat::Iq4Nl | WeightFormat::Iq4Xs => &[1],
+        WeightFormat::Q4_1 | WeightFormat::Q5_1 | WeightFormat::Q4K | WeightFormat::Q5K => &[1, 3],
+        WeightFormat::Q2K => &[81, 83],
+        WeightFormat::Q3K => &[109],
         WeightFormat::Q6K => &[209],
+        WeightFormat::Mxfp4 | WeightFormat::F8E4M3 => &[0],
     };
+    if format == WeightFormat::Mxfp4 {
+        // An exponent, not the top of a float.
+        data.chunks_exact_mut(17).for_each(|block| block[0] = 120 + block[0] % 8);
+        return data;
+    }
+    if format == WeightFormat::F8E4M3 {
+        // Neither NaN.
+        data.iter_mut().filter(|b| **b & 127 == 127).for_each(|b| *b ^= 1);
+        return data;
+    }
     let top = if matches!(format, WeightFormat::F32 | WeightFormat::Bf16) { 0x3c } else { 0x20 };
     for block in data.chunks_exact_mut(format.block_bytes()) {
         for at in highs {
@@ -340,4 +356,44 @@ fn a_float_weight_on_an_input_without_floats_is_refused() {
     let w = Weight::new(WeightFormat::F16, 1, 32, &[0; 64]).unwrap();
     let out = LinearOut { data: &mut [0.0], row_stride: 1, add: false };
     linear(&mut [(w, out)], &input, &mut LinearWorkspace::new(1, 1));
+}
+
+#[test]
+fn scaled_products_are_those_of_f64_for_blocks_rows_and_whole_matrices() {
+    let mut noise = Noise(5);
+    for (format, n, k, block) in [
+        (WeightFormat::F8E4M3, 70, 300, (16, 128)),
+        (WeightFormat::F8E4M3, 49, 130, (128, 128)),
+        (WeightFormat::F8E4M3, 33, 64, (1, 64)),
+        (WeightFormat::F8E4M3, 20, 40, (20, 40)),
+        (WeightFormat::F8E4M3, 40, 77, (3, 5)),
+        (WeightFormat::Bf16, 17, 96, (8, 32)),
+    ] {
+        let data = random_matrix(format, n, k, &mut noise);
+        let scales: Vec<f32> =
+            (0..n.div_ceil(block.0) * k.div_ceil(block.1)).map(|_| 0.01 + noise.unit().abs()).collect();
+        let w = Weight::new(format, n, k, &data).unwrap();
+        let scaled = Scales { data: &scales, block_rows: block.0, block_cols: block.1 };
+        let bad = Scales { data: &scales[1..], ..scaled };
+        assert_eq!(w.with_scales(bad).unwrap_err().field, "scales");
+        let w = w.with_scales(scaled).unwrap();
+        let mut plain = vec![0f32; k];
+        let mut row = vec![0f32; k];
+        for r in 0..n {
+            Weight::new(format, n, k, &data).unwrap().dequantize_row(r, &mut plain);
+            w.dequantize_row(r, &mut row);
+            for c in 0..k {
+                let scale = scales[r / block.0 * k.div_ceil(block.1) + c / block.1];
+                assert_eq!(row[c].to_bits(), (plain[c] * scale).to_bits(), "{format} {block:?} at {r}, {c}");
+            }
+        }
+        for rows in [1, 9] {
+            let x: Vec<f32> = (0..rows * k).map(|_| noise.unit()).collect();
+            let exact: Vec<f64> = x.iter().map(|v| f64::from(*v)).collect();
+            for isa in isas() {
+                let got = product(isa, w, &x, rows, Precision::Int8, None);
+                check(w, &exact, 0.0, &got, 1e-6, &format!("{format}, blocks of {block:?}, {isa:?}"));
+            }
+        }
+    }
 }

@@ -4,7 +4,9 @@ mod common;
 
 use common::Noise;
 use proptest::prelude::*;
-use suanpan_ops::{RopeStyle, RopeTable, add_into, rms_norm, rope, silu_mul};
+use suanpan_ops::{
+    Activation, RopeStyle, RopeTable, add_bias, add_into, gated, rms_norm, rms_norm_in_place, rope, softcap,
+};
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
@@ -56,25 +58,74 @@ proptest! {
     }
 
     #[test]
-    fn silu_mul_is_that_of_f64(len in 0usize..=70_000, scale in 0.01f32..60.0, seed in any::<u64>()) {
+    fn gated_activations_are_those_of_f64(len in 0usize..=70_000, scale in 0.01f32..60.0, seed in any::<u64>()) {
         let mut noise = Noise(seed);
         let gate: Vec<f32> = (0..len).map(|_| noise.unit() * scale).collect();
         let up: Vec<f32> = (0..len).map(|_| noise.unit()).collect();
         let mut out = vec![f32::NAN; len];
-        silu_mul(&gate, &up, &mut out);
-        for i in 0..len {
-            let g = f64::from(gate[i]);
-            let want = g / (1.0 + (-g).exp()) * f64::from(up[i]);
-            prop_assert!((f64::from(out[i]) - want).abs() <= 8e-7 * want.abs() + 1e-37, "{g}: {} for {want}", out[i]);
+        let clamped = Activation::ClampedSwiglu { alpha: 1.702, limit: 7.0 };
+        for activation in [Activation::Silu, Activation::GeluTanh, clamped] {
+            gated(activation, &gate, &up, &mut out);
+            for i in 0..len {
+                let (g, u) = (f64::from(gate[i]), f64::from(up[i]));
+                let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+                let (arg, want) = match activation {
+                    Activation::Silu => (g, g * sigmoid(g) * u),
+                    Activation::GeluTanh => {
+                        let z = 2.0 * (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
+                        (z, g * sigmoid(z) * u)
+                    }
+                    Activation::ClampedSwiglu { .. } => {
+                        let g = g.min(7.0);
+                        (1.702 * g, g * sigmoid(1.702f64 * g) * (u.clamp(-7.0, 7.0) + 1.0))
+                    }
+                };
+                // An exponential's relative error is the absolute one of its argument, and that is rounded.
+                let tolerance = 8e-7 + 3e-7 * arg.abs().min(100.0);
+                prop_assert!(
+                    (f64::from(out[i]) - want).abs() <= tolerance * want.abs() + 1e-36,
+                    "{activation:?} {g} {u}: {} for {want}", out[i]
+                );
+            }
         }
     }
+
+    #[test]
+    fn softcap_is_that_of_f64_and_saturates(cap in 0.1f32..100.0, scale in 0.01f32..1000.0, seed in any::<u64>()) {
+        let mut noise = Noise(seed);
+        let before: Vec<f32> = (0..300).map(|_| noise.unit() * scale).collect();
+        let mut x = before.clone();
+        softcap(&mut x, cap);
+        for (x, b) in x.iter().zip(before) {
+            let want = f64::from(cap) * (f64::from(b) / f64::from(cap)).tanh();
+            prop_assert!((f64::from(*x) - want).abs() <= 1e-6 * f64::from(cap), "{b}: {x} for {want}");
+        }
+    }
+
+    #[test]
+    fn a_norm_in_place_has_the_bits_of_one_out_of_place(rows in 1usize..=200, cols in 1usize..=300, seed in any::<u64>()) {
+        let mut noise = Noise(seed);
+        let mut x: Vec<f32> = (0..rows * cols).map(|_| noise.unit()).collect();
+        let weight: Vec<f32> = (0..cols).map(|_| noise.unit()).collect();
+        let mut out = vec![f32::NAN; x.len()];
+        rms_norm(&x, &weight, 1e-5, &mut out, rows, cols);
+        rms_norm_in_place(&mut x, &weight, 1e-5);
+        prop_assert!(x.iter().zip(&out).all(|(a, b)| a.to_bits() == b.to_bits()));
+    }
+}
+
+#[test]
+fn a_bias_is_added_to_every_row() {
+    let mut out = vec![1.0; 6];
+    add_bias(&mut out, &[0.0, 1.0, 2.0]);
+    assert_eq!(out, [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]);
 }
 
 #[test]
 fn silu_of_extreme_values_neither_overflows_nor_hides_a_nan() {
     let gate = [f32::INFINITY, 1e30, 100.0, 88.75, -88.75, -100.0, -1e30, f32::NAN, 0.0, -0.0];
     let mut out = [0.0; 10];
-    silu_mul(&gate, &[1.0; 10], &mut out);
+    gated(Activation::Silu, &gate, &[1.0; 10], &mut out);
     assert_eq!(&out[..3], &[f32::INFINITY, 1e30, 100.0]);
     assert!((out[3] - 88.75).abs() < 1e-4);
     for v in &out[4..7] {

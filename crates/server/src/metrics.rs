@@ -64,6 +64,9 @@ pub struct Done {
     pub books_agree: Option<bool>,
 }
 
+/// What happens to pages of the tier, as labels.
+const TIER_EVENTS: [&str; 4] = ["written", "loaded", "not_stored", "faulty"];
+
 /// The instruments of one server.
 pub struct Metrics {
     handle: PrometheusHandle,
@@ -71,6 +74,8 @@ pub struct Metrics {
     waiting: Gauge,
     usage: Gauge,
     pages: [Gauge; 3],
+    tier_pages: [Counter; 4],
+    tier_bytes: [Gauge; 2],
     prefix_queries: Counter,
     prefix_hits: Counter,
     preemptions: Counter,
@@ -119,6 +124,8 @@ impl Metrics {
             waiting: metrics::gauge!("vllm:num_requests_waiting"),
             usage: metrics::gauge!("vllm:kv_cache_usage_perc"),
             pages: ["free", "cached", "active"].map(|s| metrics::gauge!("suanpan:kv_pages", "state" => s)),
+            tier_pages: TIER_EVENTS.map(|e| metrics::counter!("suanpan:tier_pages_total", "event" => e)),
+            tier_bytes: ["stored", "staged"].map(|s| metrics::gauge!("suanpan:tier_bytes", "state" => s)),
             prefix_queries: metrics::counter!("vllm:prefix_cache_queries_total"),
             prefix_hits: metrics::counter!("vllm:prefix_cache_hits_total"),
             preemptions: metrics::counter!("vllm:num_preemptions_total"),
@@ -192,6 +199,11 @@ impl Metrics {
         for (gauge, value) in self.pages.iter().zip([now.pages_free, now.pages_cached, now.pages_held]) {
             gauge.set(value as f64);
         }
+        let tier = &now.tier;
+        let pages = [tier.pages_written, tier.pages_loaded, tier.pages_not_stored, tier.faults];
+        self.tier_pages.iter().zip(pages).for_each(|(counter, n)| counter.absolute(n));
+        self.tier_bytes[0].set(tier.stored_bytes as f64);
+        self.tier_bytes[1].set(tier.staged_bytes as f64);
         self.prefix_queries.absolute(now.prefix_query_tokens);
         self.prefix_hits.absolute(now.prefix_hit_tokens);
         self.preemptions.absolute(now.preemptions);
@@ -240,6 +252,11 @@ fn describe() {
         "suanpan:kv_pages",
         "Pages by state: free, cached (prefix cache alone), active."
     );
+    metrics::describe_counter!(
+        "suanpan:tier_pages_total",
+        "Pages of the tier on disk: written, loaded, not_stored, faulty (not believed)."
+    );
+    metrics::describe_gauge!("suanpan:tier_bytes", "Bytes of that tier: stored, and staged in memory.");
     metrics::describe_counter!(
         "vllm:prefix_cache_queries_total",
         "Prompt tokens looked up in the prefix cache."

@@ -108,6 +108,7 @@ fn prepare(
             prompts: work,
             n: common.n,
             namespace: namespace(app, asker.tenant, common.cache_salt.as_deref()),
+            cache_priority: common.cache_priority,
             label: common.request_id.clone().unwrap_or_else(|| asker.request_id.to_owned()),
             route: asker.route,
         },

@@ -25,6 +25,8 @@ pub(crate) struct Work {
     pub n: usize,
     /// Prefix-cache namespace.
     pub namespace: u64,
+    /// How long its prefixes stay cached, beside others'.
+    pub cache_priority: i32,
     /// The request's name in the log.
     pub label: String,
     /// The route, for the log.
@@ -80,6 +82,7 @@ impl Run {
         }
         let mut streams = Vec::with_capacity(count);
         for (prompt, params) in &work.prompts {
+            let mut first = None;
             for i in 0..work.n {
                 let index = streams.len();
                 let seed = params.seed.map(|s| s.wrapping_add(i as u64));
@@ -88,8 +91,12 @@ impl Run {
                     prompt: prompt.clone(),
                     params: SamplingParams { seed, ..params.clone() },
                     namespace: work.namespace,
+                    fork_of: first,
+                    cache_priority: work.cache_priority,
                 };
-                streams.push((app.engine.submit(request).map_err(refusal)?, prompt.len(), params));
+                let stream = app.engine.submit(request).map_err(refusal)?;
+                first = first.or(Some(stream.key()));
+                streams.push((stream, prompt.len(), params));
             }
         }
         app.metrics.asked(work.n);

@@ -10,8 +10,9 @@ use super::Tree;
 pub const ALLOWED: &[(&str, &[&str])] = &[
     ("base", &[]),
     ("ledger", &["base"]),
-    ("cuda", &["base", "ledger", "attn"]),
     ("attn", &["base", "ledger"]),
+    ("parallel", &["base", "ledger", "attn"]),
+    ("cuda", &["base", "ledger", "attn"]),
     ("ops", &["base", "ledger"]),
     ("cache", &["base", "ledger"]),
     ("model", &["base", "ledger", "attn", "ops", "cache"]),

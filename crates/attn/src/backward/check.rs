@@ -4,11 +4,14 @@ use suanpan_base::error::checked_product;
 use suanpan_base::{BadArgument, DType};
 use suanpan_ledger::BackwardBooks;
 
+use super::pages::pages_of;
 use super::plan::BackwardPlan;
 use super::run::BackwardArgs;
 use super::workspace::{BackwardWorkspace, Sizes};
 use crate::check::{extent, rows_are_disjoint};
 use crate::extras::Asked;
+use crate::problem::KvLayout;
+use crate::run::Strides;
 
 const OP: &str = "attention backward";
 
@@ -25,13 +28,15 @@ struct Rows {
     field: &'static str,
     dtype: DType,
     len: usize,
-    strides: (usize, usize),
+    strides: Strides,
     /// As planned: element type, tokens, heads, width.
     want: DType,
     tokens: usize,
     heads: usize,
     width: usize,
     written: bool,
+    /// Rows of queries, which never lie in pages.
+    queries: bool,
 }
 
 /// Checks a call whole: element types, strides, lengths, the workspace.
@@ -42,7 +47,7 @@ pub(crate) fn check(
     books: &[BackwardBooks],
 ) -> Result<(), BadArgument> {
     for rows in buffers(plan, args) {
-        check_rows(&rows)?;
+        check_rows(&rows, plan.problem.kv)?;
     }
     if books.len() != plan.seqs.len() {
         return Err(refuse("books", books.len(), format!("one a sequence: {}", plan.seqs.len())));
@@ -102,8 +107,8 @@ fn check_d_bias(plan: &BackwardPlan, args: &BackwardArgs<'_>) -> Result<(), BadA
 #[rustfmt::skip]
 fn buffers(plan: &BackwardPlan, args: &BackwardArgs<'_>) -> [Rows; 8] {
     let p = &plan.problem;
-    let row = |field, (dtype, len), strides, queries: bool, width, written| Rows {
-        field, dtype, len, strides, width, written,
+    let row = |field, (dtype, len), strides: Strides, queries: bool, width, written| Rows {
+        field, dtype, len, strides, width, written, queries,
         want: if queries { p.q_dtype } else { p.kv_dtype },
         tokens: if queries { plan.total_q } else { plan.total_k },
         heads: if queries { p.heads.num_q_heads } else { p.heads.num_kv_heads },
@@ -112,18 +117,18 @@ fn buffers(plan: &BackwardPlan, args: &BackwardArgs<'_>) -> [Rows; 8] {
     let write = |b: &suanpan_base::BufMut<'_>| (b.dtype(), b.len());
     let (dqk, dv) = (p.heads.head_dim_qk, p.heads.head_dim_v);
     [
-        row("q", read(&args.q), args.q_strides, true, dqk, false),
+        row("q", read(&args.q), args.q_strides.into(), true, dqk, false),
         row("k", read(&args.k), args.k_strides, false, dqk, false),
         row("v", read(&args.v), args.v_strides, false, dv, false),
-        row("out", read(&args.out), args.out_strides, true, dv, false),
-        row("d_out", read(&args.d_out), args.d_out_strides, true, dv, false),
-        row("dq", write(&args.dq), args.dq_strides, true, dqk, true),
+        row("out", read(&args.out), args.out_strides.into(), true, dv, false),
+        row("d_out", read(&args.d_out), args.d_out_strides.into(), true, dv, false),
+        row("dq", write(&args.dq), args.dq_strides.into(), true, dqk, true),
         row("dk", write(&args.dk), args.dk_strides, false, dqk, true),
         row("dv", write(&args.dv), args.dv_strides, false, dv, true),
     ]
 }
 
-fn check_rows(r: &Rows) -> Result<(), BadArgument> {
+fn check_rows(r: &Rows, kv: KvLayout) -> Result<(), BadArgument> {
     let field = r.field;
     if r.dtype != r.want {
         return Err(refuse(format!("{field} dtype"), r.dtype, format!("{}, as planned", r.want)));
@@ -131,7 +136,16 @@ fn check_rows(r: &Rows) -> Result<(), BadArgument> {
     if r.tokens == 0 {
         return Ok(());
     }
-    let (token, head) = r.strides;
+    let Strides { token, head, page } = r.strides;
+    if let (false, KvLayout::Paged { page_size }) = (r.queries, kv) {
+        // How many pages there are decides which ids are in range.
+        let pages = pages_of(field, r.len, r.strides, (page_size, r.heads, r.width))?;
+        if r.written && !rows_are_disjoint([(page_size, token), (r.heads, head), (pages, page)], r.width) {
+            let supported = format!("rows of {} elements that do not overlap", r.width);
+            return Err(refuse(format!("{field} strides"), format!("{:?}", r.strides), supported));
+        }
+        return Ok(());
+    }
     match extent(&[(r.tokens, token), (r.heads, head)], r.width) {
         None => {
             let asked = format!("(token {token}, head {head})");
@@ -143,7 +157,7 @@ fn check_rows(r: &Rows) -> Result<(), BadArgument> {
         }
         Some(_) => {}
     }
-    if r.written && !rows_are_disjoint(r.strides, r.tokens, r.heads, r.width) {
+    if r.written && !rows_are_disjoint([(r.tokens, token), (r.heads, head)], r.width) {
         let asked = format!("(token {token}, head {head})");
         let supported = format!("rows of {} elements that do not overlap", r.width);
         return Err(refuse(format!("{field} strides"), asked, supported));

@@ -4,9 +4,10 @@
 //! p  = exp(scale · q·k − lse)              delta = rowsum(d_out · out) − d_lse
 //! ds = scale · p · (d_out·v − delta)       dv = pᵀ · d_out     dk = dsᵀ · q     dq = ds · k
 //! ```
-//! (FlashAttention-2, arXiv 2307.08691, section 3.2.) Deliberately contiguous only: nobody trains over pages.
+//! (FlashAttention-2, arXiv 2307.08691, section 3.2.) K, V and their gradients lie contiguous or in pages.
 
 pub(crate) mod check;
+mod pages;
 pub mod plan;
 pub mod run;
 pub mod workspace;

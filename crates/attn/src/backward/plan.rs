@@ -72,13 +72,14 @@ impl BackwardPlan {
     /// A plan for `problem` on `machine` with room for schedules within `limits`. Refuses unsupported shapes and sizes by name.
     pub fn new(problem: &Problem, machine: &Machine, limits: Limits) -> Result<BackwardPlan, BadArgument> {
         problem.check()?;
-        if let KvLayout::Paged { .. } = problem.kv {
-            return Err(BadArgument::new(OP, "kv", problem.kv, KvLayout::Contiguous));
-        }
         for (field, dtype) in [("q_dtype", problem.q_dtype), ("kv_dtype", problem.kv_dtype)] {
-            if !DType::UNSCALED.contains(&dtype) {
-                return Err(BadArgument::new(OP, field, dtype, "f32, bf16"));
+            if dtype.is_code() {
+                return Err(BadArgument::new(OP, field, dtype, "f32, bf16, f16"));
             }
+        }
+        if problem.heads.values_in_keys {
+            let supported = "false: the absorbed form is for inference; train on its keys and values apart";
+            return Err(BadArgument::new(OP, "values_in_keys", true, supported));
         }
         limits.check(OP)?;
         let mut plan = BackwardPlan {
@@ -134,6 +135,7 @@ impl BackwardPlan {
         let tiles = l.max_seqlen_k.div_ceil(self.tile_k());
         checked_product(OP, "max_seqs", &[l.max_seqs, tiles, h.num_kv_heads, size_of::<BackwardUnit>()])?;
         checked_product(OP, "max_seqs", &[l.max_seqs, h.num_q_heads, 64])?;
+        checked_product(OP, "max_seqs", &[l.max_seqs, l.max_seqlen_k, size_of::<u32>()])?;
         checked_product(OP, "max_seqlen_k", &[l.max_seqlen_k, h.num_kv_heads, width, 8])?;
         Ok(())
     }
@@ -260,6 +262,16 @@ impl BackwardPlan {
         self.limits.max_seqs * tiles * self.problem.heads.num_kv_heads
     }
 
+    /// Pages that a schedule within the limits can name; 0 when contiguous.
+    pub(crate) fn max_pages(&self) -> usize {
+        match self.problem.kv {
+            KvLayout::Contiguous => 0,
+            KvLayout::Paged { page_size } => {
+                self.limits.max_seqs * self.limits.max_seqlen_k.div_ceil(page_size)
+            }
+        }
+    }
+
     /// Whether dq is summed in the workspace: narrower elements cannot hold sums.
     pub(crate) fn sums_apart(&self) -> bool {
         self.problem.q_dtype != DType::F32
@@ -277,7 +289,7 @@ impl fmt::Display for BackwardPlan {
         let h = p.heads;
         writeln!(
             f,
-            "attention backward: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}{}; {}",
+            "attention backward: {} query heads over {} kv heads, head_dim {}/{}, q {}, kv {}, {}{}, {}; {}",
             h.num_q_heads,
             h.num_kv_heads,
             h.head_dim_qk,
@@ -286,6 +298,7 @@ impl fmt::Display for BackwardPlan {
             p.kv_dtype,
             p.mask,
             p.scores,
+            p.kv,
             self.machine
         )?;
         let place = if self.sums_apart() { "f32 sums in the workspace" } else { "place" };

@@ -10,10 +10,13 @@ use super::workspace::BackwardWorkspace;
 use crate::cpu::backward::task::Call;
 use crate::cpu::task::Queue;
 use crate::extras::Extras;
-use crate::run::on_workers;
+use crate::run::{Strides, on_workers};
 
-/// The buffers of one call. Sequences are packed one after another, in schedule order; strides are (token, head), in elements, and
-/// elements of a row are contiguous.
+/// The buffers of one call. Sequences are packed one after another, in schedule order; strides are in elements, (token, head) but for
+/// keys and values, and elements of a row are contiguous.
+///
+/// Over pages, k, v, dk and dv each have page strides and share one page table. Every page that holds a key of a sequence is read and
+/// written, so no page may stand twice in the table: gradients of a shared prefix are the sum of its users', which no order decides.
 #[derive(Debug)]
 pub struct BackwardArgs<'a> {
     /// Queries `[total_q, num_q_heads, head_dim_qk]`.
@@ -23,11 +26,15 @@ pub struct BackwardArgs<'a> {
     /// Keys `[total_k, num_kv_heads, head_dim_qk]`.
     pub k: Buf<'a>,
     /// Strides of `k`.
-    pub k_strides: (usize, usize),
+    pub k_strides: Strides,
     /// Values `[total_k, num_kv_heads, head_dim_v]`.
     pub v: Buf<'a>,
     /// Strides of `v`.
-    pub v_strides: (usize, usize),
+    pub v_strides: Strides,
+    /// Page ids, one row a sequence; empty when contiguous.
+    pub page_table: &'a [u32],
+    /// Ids from one row of `page_table` to the next, and the most a row holds.
+    pub page_table_stride: usize,
     /// The forward's output `[total_q, num_q_heads, head_dim_v]`, of q's element type.
     pub out: Buf<'a>,
     /// Strides of `out`.
@@ -54,11 +61,11 @@ pub struct BackwardArgs<'a> {
     /// Gradient with respect to `k`, of its shape and element type, summed over the query heads of a group.
     pub dk: BufMut<'a>,
     /// Strides of `dk`; rows must not overlap.
-    pub dk_strides: (usize, usize),
+    pub dk_strides: Strides,
     /// Gradient with respect to `v`, of its shape and element type, summed over the query heads of a group.
     pub dv: BufMut<'a>,
     /// Strides of `dv`; rows must not overlap.
-    pub dv_strides: (usize, usize),
+    pub dv_strides: Strides,
 }
 
 /// Runs the plan's current schedule. Adds to `books[i]` what was counted for sequence `i`.
@@ -72,6 +79,7 @@ pub fn run_backward(
     books: &mut [BackwardBooks],
 ) -> Result<(), BadArgument> {
     super::check::check(plan, &args, ws, books)?;
+    super::pages::check(plan, &args, ws)?;
     let (mut args, mut none) = (args, []);
     let d_sinks = args.d_sinks.take().unwrap_or(&mut none);
     let call = Call::new(plan, args, ws);

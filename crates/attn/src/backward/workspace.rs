@@ -22,6 +22,8 @@ pub(crate) struct Sizes {
     /// Turns: one a query tile and kv head.
     pub turns: usize,
     pub seqs: usize,
+    /// Page ids, in order, to find one that stands twice.
+    pub pages: usize,
 }
 
 /// A row width in floats: whole cache lines, an odd number of them, so that rows spread over all sets of a cache.
@@ -120,6 +122,7 @@ impl Sizes {
             sums: if plan.sums_apart() { rows * h.head_dim_qk.next_multiple_of(LINE) } else { 0 },
             turns: plan.max_tiles() * h.num_kv_heads,
             seqs: plan.limits.max_seqs,
+            pages: plan.max_pages(),
         }
     }
 
@@ -131,12 +134,15 @@ impl Sizes {
             sums: self.sums.max(b.sums),
             turns: self.turns.max(b.turns),
             seqs: self.seqs.max(b.seqs),
+            pages: self.pages.max(b.pages),
         }
     }
 
     pub fn bytes(&self) -> usize {
         let floats = self.threads * self.slot + 2 * self.rows + self.sums;
-        floats * size_of::<f32>() + self.turns * size_of::<AtomicU32>() + self.seqs * size_of::<Counters>()
+        floats * size_of::<f32>()
+            + (self.turns + self.pages) * size_of::<u32>()
+            + self.seqs * size_of::<Counters>()
     }
 
     /// The first need of `other` that `self` does not meet: (field, needed, held).
@@ -148,6 +154,7 @@ impl Sizes {
             ("floats of dq sums", other.sums, self.sums),
             ("turns", other.turns, self.turns),
             ("sequences", other.seqs, self.seqs),
+            ("pages", other.pages, self.pages),
         ];
         pairs.into_iter().find(|(_, need, have)| need > have)
     }
@@ -175,6 +182,7 @@ pub struct BackwardWorkspace {
     /// Key tiles that have added their part of dq, a query tile and kv head.
     pub(crate) turns: Box<[AtomicU32]>,
     pub(crate) counters: Box<[Counters]>,
+    pub(crate) pages: Box<[u32]>,
 }
 
 impl std::fmt::Debug for BackwardWorkspace {
@@ -194,6 +202,7 @@ impl BackwardWorkspace {
             sums: Floats::new(sizes.sums),
             turns: (0..sizes.turns).map(|_| AtomicU32::new(0)).collect(),
             counters: (0..sizes.seqs).map(|_| Counters::default()).collect(),
+            pages: vec![0; sizes.pages].into(),
         }
     }
 

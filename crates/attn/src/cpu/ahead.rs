@@ -84,7 +84,7 @@ impl Ahead {
     fn new(t: &Task<'_>, base: usize, w: &mut Scratch<'_>) -> Ahead {
         fill_offsets(t, base, w.k_next, w.v_next);
         let (key, end) = columns(t, base);
-        let (heads, strides) = (t.call.heads, t.head_strides());
+        let strides = t.head_strides();
         let dtype = t.call.plan.problem.kv_dtype;
         let side = |start: *const u8, width: usize, head: usize| Side {
             start,
@@ -93,13 +93,13 @@ impl Ahead {
             head: dtype.bytes_of(head),
         };
         // Where the heads of a token lie side by side, they are one long row.
-        let (heads, wide) = match strides == (heads.head_dim_qk, heads.head_dim_v) {
-            true => (1, t.unit.kv_heads),
-            false => (t.unit.kv_heads, 1),
-        };
         let h = t.call.heads;
+        let side_by_side = strides.0 == h.head_dim_qk && (h.values_in_keys || strides.1 == h.head_dim_v);
+        let (heads, wide) = if side_by_side { (1, t.unit.kv_heads) } else { (t.unit.kv_heads, 1) };
         let k = side(t.call.k.start(), wide * h.head_dim_qk, strides.0);
-        let v = side(t.call.v.start(), wide * h.head_dim_v, strides.1);
+        // Values that lie in keys come with them.
+        let v_width = if h.values_in_keys { 0 } else { wide * h.head_dim_v };
+        let v = side(t.call.v.start(), v_width, strides.1);
         let run = t.run_of_rows(wide);
         Ahead { k, v, heads, run, key, end, head: 0, values: false, at: k.start, left: 0 }
     }
@@ -126,7 +126,14 @@ impl Ahead {
 
     #[inline(never)]
     fn ask_across_runs<V: Vector>(&mut self, w: &Scratch<'_>, mut lines: usize) {
-        while lines > 0 && (self.left > 0 || self.turn(w)) {
+        while lines > 0 {
+            if self.left == 0 {
+                // A side without rows of its own leaves nothing to ask for.
+                if !self.turn(w) {
+                    return;
+                }
+                continue;
+            }
             // SAFETY: a prefetch never faults.
             unsafe { V::prefetch(self.at) };
             self.at = self.at.wrapping_add(LINE_BYTES);

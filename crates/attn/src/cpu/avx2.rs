@@ -68,10 +68,10 @@ unsafe impl Vector for Ymm {
         }
     }
     #[inline(always)]
-    unsafe fn load_bf16_pair(p: *const bf16) -> (Ymm, Ymm) {
+    unsafe fn bf16_halves(self) -> (Ymm, Ymm) {
         // SAFETY: as Vector.
         unsafe {
-            let x = _mm256_loadu_si256(p.cast());
+            let x = _mm256_castps_si256(self.0);
             let odd = _mm256_and_si256(x, _mm256_set1_epi32(0xffff_0000u32 as i32));
             (Ymm(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(x))), Ymm(_mm256_castsi256_ps(odd)))
         }
@@ -241,12 +241,12 @@ pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
     unsafe { backward::run_with::<Ymm, 2>(t) }
 }
 
-/// A plain read of memory.
+/// A plain read of memory, or multiply-adds.
 ///
 /// # Safety
 /// On a processor with these features.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(crate) unsafe fn read(data: &[f32]) -> f32 {
+pub(crate) unsafe fn probe(probe: super::probe::Probe<'_>) -> (f32, u64) {
     // SAFETY: forwarded.
-    unsafe { super::stream::read_with::<Ymm>(data) }
+    unsafe { super::probe::run_with::<Ymm>(probe) }
 }

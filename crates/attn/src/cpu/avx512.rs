@@ -62,10 +62,10 @@ unsafe impl Vector for Zmm {
         unsafe { widen(_mm256_maskz_loadu_epi16(low(n), p.cast())) }
     }
     #[inline(always)]
-    unsafe fn load_bf16_pair(p: *const bf16) -> (Zmm, Zmm) {
+    unsafe fn bf16_halves(self) -> (Zmm, Zmm) {
         // SAFETY: as Vector.
         unsafe {
-            let x = _mm512_loadu_si512(p.cast());
+            let x = _mm512_castps_si512(self.0);
             let odd = _mm512_and_si512(x, _mm512_set1_epi32(0xffff_0000u32 as i32));
             (Zmm(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(x))), Zmm(_mm512_castsi512_ps(odd)))
         }
@@ -235,12 +235,12 @@ pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
     unsafe { backward::run_with::<Zmm, 4>(t) }
 }
 
-/// A plain read of memory.
+/// A plain read of memory, or multiply-adds.
 ///
 /// # Safety
 /// On a processor with these features.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
-pub(crate) unsafe fn read(data: &[f32]) -> f32 {
+pub(crate) unsafe fn probe(probe: super::probe::Probe<'_>) -> (f32, u64) {
     // SAFETY: forwarded.
-    unsafe { super::stream::read_with::<Zmm>(data) }
+    unsafe { super::probe::run_with::<Zmm>(probe) }
 }

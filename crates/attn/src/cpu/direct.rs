@@ -9,12 +9,13 @@ use std::ops::Range;
 use super::ahead::{Ahead, LINE_BYTES, columns, fill_offsets};
 use super::element::{Elem, InPlace};
 use super::kv_scales::{ask, fill, scale_weights};
+use super::ordered::ordered_dots;
 use super::scores::{change_row, drop_row};
 use super::seen::{Bits, Runs, bits_of, hide, hull};
 use super::segment;
 use super::softmax::{Columns, softmax_row};
 use super::task::{Counts, Scratch, Task};
-use super::vector::{MAX_LANES, Vector};
+use super::vector::Vector;
 use super::widen::widen_block;
 use crate::plan::KEY_BLOCK;
 
@@ -23,7 +24,7 @@ const GROUP: usize = 4;
 /// Keys dotted at once, so that their reductions go together.
 const DOT_KEYS: usize = 4;
 /// Of eight cache lines of the next block, this many are asked for while dotting, which takes about that part of the time.
-const DOT_LINES: usize = 5;
+pub(crate) const DOT_LINES: usize = 5;
 
 /// One head of a task: where its data starts and where its rows stand in the slot.
 #[derive(Clone, Copy)]
@@ -334,58 +335,6 @@ unsafe fn dot_block<V: Vector, E: InPlace, const R: usize, const TAIL: bool>(
             }
             for r in 0..R {
                 V::join(sums[r]).mul(V::load(w.k_scales.add(col))).store(w.s.add(r * KEY_BLOCK + col));
-            }
-            col += V::LANES;
-        }
-    }
-}
-
-/// The same with every dot product summed from its first element to its last, as the packed kernel sums it: a vector of keys is transposed
-/// as it is loaded. The price is the transposition, about as many instructions as the products of four rows.
-#[inline(always)]
-unsafe fn ordered_dots<V: Vector, E: InPlace, const R: usize>(
-    t: &Task<'_>,
-    w: &Scratch<'_>,
-    h: Head<E>,
-    ahead: &mut Ahead,
-    cols: Columns,
-) {
-    let d = t.call.heads.head_dim_qk;
-    // A square of keys, and as much of their values.
-    let lines = (V::LANES * V::LANES * 2 * size_of::<E>() / LINE_BYTES * DOT_LINES).div_ceil(8);
-    // SAFETY: checked offsets, also beside the task's keys; within the slot's parts.
-    unsafe {
-        let q = w.q.add(h.row * w.q_stride).cast_const();
-        let mut col = cols.from;
-        while col < cols.to {
-            let mut acc = [V::splat(0.0); R];
-            let mut x = 0;
-            while x < d {
-                ahead.ask::<V>(w, lines);
-                let mut block = [V::splat(0.0); MAX_LANES];
-                for i in 0..V::LANES {
-                    let p = E::at(h.k, *w.k_off.get_unchecked(col + i) + x);
-                    block[i] = if x + V::LANES <= d { E::load(p) } else { E::load_partial(p, d - x) };
-                }
-                V::transpose(&mut block);
-                if x + V::LANES <= d {
-                    for j in 0..V::LANES {
-                        for r in 0..R {
-                            acc[r] = V::splat(*q.add(r * w.q_stride + x + j)).fma(block[j], acc[r]);
-                        }
-                    }
-                } else {
-                    for j in 0..d - x {
-                        for r in 0..R {
-                            acc[r] = V::splat(*q.add(r * w.q_stride + x + j)).fma(block[j], acc[r]);
-                        }
-                    }
-                }
-                x += V::LANES;
-            }
-            let scale = V::load(w.k_scales.add(col));
-            for r in 0..R {
-                acc[r].mul(scale).store(w.s.add(r * KEY_BLOCK + col));
             }
             col += V::LANES;
         }

@@ -148,6 +148,10 @@ pub(crate) unsafe trait Elem: Copy + Default {
 pub(crate) unsafe trait InPlace: Elem {
     /// `load_pair` gives even and odd elements instead of the lower and upper half.
     const INTERLEAVED: bool;
+    /// Elements that lie side by side in a lane's four bytes.
+    const PER_LANE: usize;
+    /// Lanes of `PER_LANE` elements each, widened: the first of each, the second of each (where there is one).
+    unsafe fn widen_lanes<V: Vector>(x: V) -> [V; 2];
     /// `2 * LANES` elements in the order of `INTERLEAVED`.
     unsafe fn load_pair<V: Vector>(p: *const Self) -> (V, V);
     /// The first `n < 2 * LANES` elements in that order, zeros after.
@@ -179,6 +183,11 @@ unsafe impl Elem for f32 {
 // SAFETY: as above.
 unsafe impl InPlace for f32 {
     const INTERLEAVED: bool = false;
+    const PER_LANE: usize = 1;
+    #[inline(always)]
+    unsafe fn widen_lanes<V: Vector>(x: V) -> [V; 2] {
+        [x, x]
+    }
     #[inline(always)]
     unsafe fn load_pair<V: Vector>(p: *const f32) -> (V, V) {
         // SAFETY: forwarded.
@@ -203,6 +212,13 @@ unsafe impl Elem for bf16 {
 // SAFETY: as above.
 unsafe impl InPlace for bf16 {
     const INTERLEAVED: bool = true;
+    const PER_LANE: usize = 2;
+    #[inline(always)]
+    unsafe fn widen_lanes<V: Vector>(x: V) -> [V; 2] {
+        // SAFETY: forwarded.
+        let (first, second) = unsafe { x.bf16_halves() };
+        [first, second]
+    }
     #[inline(always)]
     unsafe fn load_pair<V: Vector>(p: *const bf16) -> (V, V) {
         // SAFETY: forwarded.

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use suanpan_base::ScaleGrain;
+use half::bf16;
+use suanpan_base::{Buf, ScaleGrain};
 use suanpan_ledger::kernel::scale_runs;
 
 use super::softmax::Columns;
@@ -17,29 +18,91 @@ use crate::workspace::LINE;
 #[derive(Clone, Copy)]
 pub(crate) struct Scales {
     grain: ScaleGrain,
-    k: *const f32,
+    k: Start,
     k_strides: Strides,
-    v: *const f32,
+    v: Start,
     v_strides: Strides,
+}
+
+/// Some scales in a row, or the first of all.
+#[derive(Clone, Copy)]
+enum Start {
+    F32(*const f32),
+    Bf16(*const bf16),
+}
+
+impl Start {
+    fn new(scales: &Buf<'_>) -> Start {
+        match scales {
+            Buf::F32(x) => Start::F32(x.as_ptr()),
+            Buf::Bf16(x) => Start::Bf16(x.as_ptr()),
+            other => unreachable!("scales in {} were refused", other.dtype()),
+        }
+    }
+
+    #[inline(always)]
+    fn at(self, i: usize) -> Start {
+        match self {
+            Start::F32(p) => Start::F32(p.wrapping_add(i)),
+            Start::Bf16(p) => Start::Bf16(p.wrapping_add(i)),
+        }
+    }
+
+    #[inline(always)]
+    fn bytes(self) -> (*const u8, usize) {
+        match self {
+            Start::F32(p) => (p.cast(), 4),
+            Start::Bf16(p) => (p.cast(), 2),
+        }
+    }
+
+    /// The scale here.
+    ///
+    /// # Safety
+    /// It must be inside the scales.
+    #[inline(always)]
+    unsafe fn get(self) -> f32 {
+        // SAFETY: forwarded.
+        unsafe {
+            match self {
+                Start::F32(p) => *p,
+                Start::Bf16(p) => (*p).to_f32(),
+            }
+        }
+    }
+
+    /// A vector of scales from here.
+    ///
+    /// # Safety
+    /// As `get`, for all lanes; as `Vector`.
+    #[inline(always)]
+    unsafe fn load<V: Vector>(self) -> V {
+        // SAFETY: forwarded.
+        unsafe {
+            match self {
+                Start::F32(p) => V::load(p),
+                Start::Bf16(p) => V::load_bf16(p),
+            }
+        }
+    }
 }
 
 impl Scales {
     pub fn new(plan: &Plan, given: &KvScales<'_>) -> Scales {
         let grain = plan.problem.kv_scales;
-        Scales {
-            grain,
-            k: given.k.as_ptr(),
-            k_strides: crate::scales::strides_of(grain, given.k_strides),
-            v: given.v.as_ptr(),
-            v_strides: crate::scales::strides_of(grain, given.v_strides),
-        }
+        let k = (Start::new(&given.k), crate::scales::strides_of(grain, given.k_strides));
+        let v = match plan.problem.heads.values_in_keys {
+            true => k,
+            false => (Start::new(&given.v), crate::scales::strides_of(grain, given.v_strides)),
+        };
+        Scales { grain, k: k.0, k_strides: k.1, v: v.0, v_strides: v.1 }
     }
 
     /// Where a run of keys has the scales of head `head`.
     #[inline(always)]
-    fn of(&self, head: usize, (n, token, page): (usize, usize, usize)) -> (usize, *const f32, *const f32) {
+    fn of(&self, head: usize, (n, token, page): (usize, usize, usize)) -> (usize, Start, Start) {
         let at = |s: Strides| page * s.page + token * s.token + head * s.head;
-        (n, self.k.wrapping_add(at(self.k_strides)), self.v.wrapping_add(at(self.v_strides)))
+        (n, self.k.at(at(self.k_strides)), self.v.at(at(self.v_strides)))
     }
 
     /// True when values have scales, too.
@@ -71,8 +134,8 @@ pub(crate) unsafe fn fill<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, base: usize)
         match scales.grain {
             ScaleGrain::None => splat::<V>(w.k_scales, factor),
             ScaleGrain::Tensor | ScaleGrain::Head => {
-                splat::<V>(w.k_scales, factor * *scales.k.add(t.kv_head * scales.k_strides.head));
-                splat::<V>(w.v_scales, *scales.v.add(t.kv_head * scales.v_strides.head));
+                splat::<V>(w.k_scales, factor * scales.k.at(t.kv_head * scales.k_strides.head).get());
+                splat::<V>(w.v_scales, scales.v.at(t.kv_head * scales.v_strides.head).get());
             }
             ScaleGrain::Token | ScaleGrain::Page => {
                 if !pieces[0].is_empty() {
@@ -122,11 +185,13 @@ pub(crate) unsafe fn ask<V: Vector>(t: &Task<'_>, base: usize) {
         let (n, k, v) = scales.of(t.kv_head, run);
         for (p, strides) in [(k, scales.k_strides), (v, scales.v_strides)] {
             // Heads that share a line ask for it once.
-            if strides.head >= LINE || t.kv_head == t.unit.kv_head {
-                let keys_a_line = (LINE / strides.token.max(1)).max(1);
+            let (start, size) = p.bytes();
+            let line = LINE * 4 / size;
+            if strides.head >= line || t.kv_head == t.unit.kv_head {
+                let keys_a_line = (line / strides.token.max(1)).max(1);
                 for i in (0..if strides.token == 0 { 1 } else { n }).step_by(keys_a_line) {
                     // SAFETY: a prefetch never faults.
-                    unsafe { V::prefetch_near(p.wrapping_add(i * strides.token).cast()) };
+                    unsafe { V::prefetch_near(start.wrapping_add(i * strides.token * size)) };
                 }
             }
         }
@@ -143,13 +208,13 @@ unsafe fn splat<V: Vector>(to: *mut f32, x: f32) {
 
 /// Copies `n` scales, `step` apart, times `factor`; what is negative or not finite is no scale and becomes NaN. Returns lanes of 0 where all of them are finite, else some NaN.
 #[inline(always)]
-unsafe fn copy<V: Vector>(from: *const f32, step: usize, n: usize, factor: f32, to: *mut f32) -> V {
+unsafe fn copy<V: Vector>(from: Start, step: usize, n: usize, factor: f32, to: *mut f32) -> V {
     // SAFETY: forwarded.
     unsafe {
         let (zero, mut i) = (V::splat(0.0), 0);
         let mut taint = zero;
         while step == 1 && i + V::LANES <= n {
-            let x = V::load(from.add(i));
+            let x = from.at(i).load::<V>();
             // x * 0 is 0 for finite x and NaN otherwise.
             let x = x.fma(zero, x);
             let x = x.if_less(zero, V::splat(f32::NAN), x);
@@ -159,7 +224,7 @@ unsafe fn copy<V: Vector>(from: *const f32, step: usize, n: usize, factor: f32, 
         }
         let mut rest = 0.0;
         while i < n {
-            let x = *from.add(i * step);
+            let x = from.at(i * step).get();
             let x = if (0.0..f32::INFINITY).contains(&x) { x } else { f32::NAN };
             rest += x * 0.0;
             *to.add(i) = x * factor;

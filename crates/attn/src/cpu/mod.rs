@@ -15,14 +15,15 @@ mod element;
 mod kv_scales;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod ordered;
 mod pack;
 mod packed;
 mod portable;
+pub mod probe;
 mod scores;
 pub(crate) mod seen;
 mod segment;
 mod softmax;
-pub mod stream;
 pub(crate) mod task;
 mod vector;
 mod widen;

@@ -58,10 +58,10 @@ unsafe impl Vector for Quad {
         }
     }
     #[inline(always)]
-    unsafe fn load_bf16_pair(p: *const bf16) -> (Quad, Quad) {
+    unsafe fn bf16_halves(self) -> (Quad, Quad) {
         // SAFETY: as Vector.
         unsafe {
-            let x = vreinterpretq_u32_u16(vld1q_u16(p.cast()));
+            let x = vreinterpretq_u32_f32(self.0);
             let even = vreinterpretq_f32_u32(vshlq_n_u32::<16>(x));
             let odd = vreinterpretq_f32_u32(vandq_u32(x, vdupq_n_u32(0xffff_0000)));
             (Quad(even), Quad(odd))
@@ -205,12 +205,12 @@ pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
     unsafe { backward::run_with::<Quad, 4>(t) }
 }
 
-/// A plain read of memory.
+/// A plain read of memory, or multiply-adds.
 ///
 /// # Safety
 /// On a processor with these features.
 #[target_feature(enable = "neon")]
-pub(crate) unsafe fn read(data: &[f32]) -> f32 {
+pub(crate) unsafe fn probe(probe: super::probe::Probe<'_>) -> (f32, u64) {
     // SAFETY: forwarded.
-    unsafe { super::stream::read_with::<Quad>(data) }
+    unsafe { super::probe::run_with::<Quad>(probe) }
 }

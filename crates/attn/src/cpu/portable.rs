@@ -23,11 +23,11 @@ impl Lanes {
     }
 
     #[inline(always)]
-    unsafe fn from_bf16(p: *const bf16, n: usize, step: usize) -> Lanes {
+    unsafe fn from_bf16(p: *const bf16, n: usize) -> Lanes {
         let mut x = [0.0; L];
         for i in 0..n {
             // SAFETY: the caller's lanes are readable.
-            x[i] = unsafe { (*p.add(i * step)).to_f32() };
+            x[i] = unsafe { (*p.add(i)).to_f32() };
         }
         Lanes(x)
     }
@@ -64,17 +64,20 @@ unsafe impl Vector for Lanes {
     #[inline(always)]
     unsafe fn load_bf16(p: *const bf16) -> Lanes {
         // SAFETY: by contract.
-        unsafe { Lanes::from_bf16(p, L, 1) }
+        unsafe { Lanes::from_bf16(p, L) }
     }
     #[inline(always)]
     unsafe fn load_bf16_partial(p: *const bf16, n: usize) -> Lanes {
         // SAFETY: by contract.
-        unsafe { Lanes::from_bf16(p, n, 1) }
+        unsafe { Lanes::from_bf16(p, n) }
     }
     #[inline(always)]
-    unsafe fn load_bf16_pair(p: *const bf16) -> (Lanes, Lanes) {
-        // SAFETY: by contract.
-        unsafe { (Lanes::from_bf16(p, L, 2), Lanes::from_bf16(p.add(1), L, 2)) }
+    unsafe fn bf16_halves(self) -> (Lanes, Lanes) {
+        let half = |x: f32, at: usize| {
+            let bytes = x.to_ne_bytes();
+            bf16::from_ne_bytes([bytes[at], bytes[at + 1]]).to_f32()
+        };
+        (Lanes(self.0.map(|x| half(x, 0))), Lanes(self.0.map(|x| half(x, 2))))
     }
     #[inline(always)]
     unsafe fn add(self, b: Lanes) -> Lanes {
@@ -191,11 +194,11 @@ pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
     unsafe { backward::run_with::<Lanes, 2>(t) }
 }
 
-/// A plain read of memory.
+/// A plain read of memory, or multiply-adds.
 ///
 /// # Safety
 /// On a processor with these features.
-pub(crate) unsafe fn read(data: &[f32]) -> f32 {
+pub(crate) unsafe fn probe(probe: super::probe::Probe<'_>) -> (f32, u64) {
     // SAFETY: forwarded.
-    unsafe { super::stream::read_with::<Lanes>(data) }
+    unsafe { super::probe::run_with::<Lanes>(probe) }
 }

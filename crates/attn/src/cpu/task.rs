@@ -186,6 +186,10 @@ impl<'a> Call<'a> {
         let counts = &ws.counts[..plan.seqs.len()];
         arrivals.iter().for_each(|a| a.store(0, Ordering::Relaxed));
         counts.iter().flatten().for_each(|n| n.store(0, Ordering::Relaxed));
+        let values = match heads.values_in_keys {
+            true => (args.k, args.k_strides),
+            false => (args.v, args.v_strides),
+        };
         let scale = f64::from(plan.problem.scale());
         let scale_log2 = (scale * std::f64::consts::LOG2_E) as f32;
         Call {
@@ -214,8 +218,8 @@ impl<'a> Call<'a> {
             q_strides: args.q_strides,
             k: Src::of(args.k),
             k_strides: args.k_strides,
-            v: Src::of(args.v),
-            v_strides: args.v_strides,
+            v: Src::of(values.0),
+            v_strides: values.1,
             scales: Scales::new(plan, &args.kv_scales),
             page_size: match plan.problem.kv {
                 KvLayout::Contiguous => None,
@@ -295,7 +299,8 @@ impl<'a> Task<'a> {
     /// Neighbouring keys whose rows, `wide` heads each, surely lie one after the other, from any multiple of it on.
     pub fn run_of_rows(&self, wide: usize) -> usize {
         let (c, h) = (self.call, self.call.heads);
-        if c.k_strides.token != wide * h.head_dim_qk || c.v_strides.token != wide * h.head_dim_v {
+        let values_apart = !h.values_in_keys && c.v_strides.token != wide * h.head_dim_v;
+        if c.k_strides.token != wide * h.head_dim_qk || values_apart {
             return 1;
         }
         // The largest power of two in the page size: blocks start at multiples of 128 keys.

@@ -31,7 +31,13 @@ pub(crate) unsafe trait Vector: Copy + Widen {
     /// The first `n < LANES` bf16, widened, zeros after.
     unsafe fn load_bf16_partial(p: *const bf16, n: usize) -> Self;
     /// `2 * LANES` bf16: the even ones, the odd ones.
-    unsafe fn load_bf16_pair(p: *const bf16) -> (Self, Self);
+    #[inline(always)]
+    unsafe fn load_bf16_pair(p: *const bf16) -> (Self, Self) {
+        // SAFETY: forwarded.
+        unsafe { Self::load(p.cast()).bf16_halves() }
+    }
+    /// Lanes that hold two bf16 each, widened: the first of each, the second of each.
+    unsafe fn bf16_halves(self) -> (Self, Self);
     /// `self + b`.
     unsafe fn add(self, b: Self) -> Self;
     /// `self - b`.

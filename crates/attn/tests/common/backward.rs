@@ -1,7 +1,7 @@
 //! A backward problem with its data: run on any machine, judged against the f64 oracle and plain f32 attention's backward.
 
 use suanpan_attn::reference::{self, Spec};
-use suanpan_attn::{BackwardArgs, BackwardPlan, BackwardWorkspace, Machine, run_backward};
+use suanpan_attn::{BackwardArgs, BackwardPlan, BackwardWorkspace, Machine, Strides, run_backward};
 use suanpan_base::{DType, SeqLen};
 use suanpan_ledger::BackwardBooks;
 
@@ -54,36 +54,84 @@ impl Gradients {
 
 const CANARY: f32 = -77.0;
 
-/// A strided buffer: `[tokens, heads, width]` with padding after each row and each token.
+/// Shuffled pages of keys: ids a sequence, some never named; `None` = contiguous.
+struct Pages {
+    page_size: Option<usize>,
+    table: Vec<u32>,
+    table_stride: usize,
+    /// (page, slot) of every token of all sequences.
+    places: Vec<(usize, usize)>,
+    count: usize,
+}
+
+impl Pages {
+    fn of(c: &Case) -> Pages {
+        let Some(page_size) = c.page_size else { return Pages::none(c.total_k()) };
+        let pages = |s: &SeqLen| s.seqlen_k.div_ceil(page_size);
+        let count = (c.seqs.iter().map(pages).sum::<usize>() * 3 / 2 + 1).next_power_of_two();
+        let table_stride = c.seqs.iter().map(pages).max().unwrap_or(0) + 2;
+        let mut table = vec![u32::MAX; c.seqs.len() * table_stride];
+        let (mut places, mut next) = (Vec::new(), 0);
+        for (i, s) in c.seqs.iter().enumerate() {
+            for page in 0..pages(s) {
+                let id = (next * 5 + 3) % count;
+                next += 1;
+                table[i * table_stride + page] = id as u32;
+                let tokens = page_size.min(s.seqlen_k - page * page_size);
+                places.extend((0..tokens).map(|slot| (id, slot)));
+            }
+        }
+        Pages { page_size: Some(page_size), table, table_stride, places, count }
+    }
+
+    /// Tokens one after another: one long page.
+    fn none(tokens: usize) -> Pages {
+        let places = (0..tokens).map(|token| (0, token)).collect();
+        Pages { page_size: None, table: Vec::new(), table_stride: 0, places, count: 1 }
+    }
+}
+
+/// A strided buffer: `[tokens, heads, width]` with padding after each row, each token and each page.
 struct Strided {
     flat: Flat,
-    strides: (usize, usize),
-    dims: (usize, usize, usize),
+    strides: Strides,
+    /// Where each token starts.
+    tokens: Vec<usize>,
+    heads: usize,
+    width: usize,
 }
 
 impl Strided {
-    fn new(x: &[f32], dims: (usize, usize, usize), dtype: DType, padding: f32) -> Strided {
-        let (tokens, heads, width) = dims;
-        let strides = (heads * (width + 3) + 5, width + 3);
-        let mut flat = Flat::filled(tokens * strides.0 + 7, padding, dtype);
+    fn new(x: &[f32], (heads, width): (usize, usize), pages: &Pages, dtype: DType, padding: f32) -> Strided {
+        let token = heads * (width + 3) + 5;
+        let page = pages.page_size.unwrap_or(pages.places.len()) * token + 7;
+        let strides = Strides { token, head: width + 3, page };
+        let mut flat = Flat::filled(pages.count * page, padding, dtype);
+        let tokens: Vec<_> = pages.places.iter().map(|(id, slot)| id * page + slot * token).collect();
         for (i, &x) in x.iter().enumerate() {
-            flat.set(i / width / heads * strides.0 + i / width % heads * strides.1 + i % width, x);
+            let row = tokens[i / width / heads] + i / width % heads * strides.head;
+            flat.set(row + i % width, x);
         }
-        Strided { flat, strides, dims }
+        Strided { flat, strides, tokens, heads, width }
     }
 
     /// An output: NaN where a result belongs, canaries beside it.
-    fn output(dims: (usize, usize, usize), dtype: DType) -> Strided {
-        Strided::new(&vec![f32::NAN; dims.0 * dims.1 * dims.2], dims, dtype, CANARY)
+    fn output(dims: (usize, usize), pages: &Pages, dtype: DType) -> Strided {
+        Strided::new(&vec![f32::NAN; pages.places.len() * dims.0 * dims.1], dims, pages, dtype, CANARY)
+    }
+
+    /// (token, head) strides.
+    fn rows(&self) -> (usize, usize) {
+        (self.strides.token, self.strides.head)
     }
 
     /// The dense result; padding must be as it was.
     fn collect(&self, c: &Case) -> Vec<f32> {
-        let (tokens, heads, width) = self.dims;
+        let (heads, width) = (self.heads, self.width);
         let mut flat = self.flat.to_f32();
-        let mut dense = Vec::with_capacity(tokens * heads * width);
-        for (token, head) in (0..tokens).flat_map(|t| (0..heads).map(move |h| (t, h))) {
-            let row = &mut flat[token * self.strides.0 + head * self.strides.1..][..width];
+        let mut dense = Vec::with_capacity(self.tokens.len() * heads * width);
+        for (&start, head) in self.tokens.iter().flat_map(|t| (0..heads).map(move |h| (t, h))) {
+            let row = &mut flat[start + head * self.strides.head..][..width];
             dense.extend_from_slice(row);
             row.fill(CANARY);
         }
@@ -105,18 +153,18 @@ pub fn backward_plan(c: &Case, machine: &Machine) -> BackwardPlan {
 pub fn run_backward_case(c: &Case, x: &Inputs, machine: &Machine, poison: f32) -> Gradients {
     let h = c.heads;
     let forward = run_case(c, &x.data, machine, poison);
-    let q_dims = (c.total_q(), h.num_q_heads, h.head_dim_qk);
-    let o_dims = (c.total_q(), h.num_q_heads, h.head_dim_v);
-    let k_dims = (c.total_k(), h.num_kv_heads, h.head_dim_qk);
-    let v_dims = (c.total_k(), h.num_kv_heads, h.head_dim_v);
-    let q = Strided::new(&x.data.q, q_dims, c.q_dtype, poison);
-    let k = Strided::new(&x.data.k, k_dims, c.kv_dtype, poison);
-    let v = Strided::new(&x.data.v, v_dims, c.kv_dtype, poison);
-    let out = Strided::new(&forward.out, o_dims, c.q_dtype, poison);
-    let d_out = Strided::new(&x.d_out, o_dims, c.q_dtype, poison);
-    let mut dq = Strided::output(q_dims, c.q_dtype);
-    let mut dk = Strided::output(k_dims, c.kv_dtype);
-    let mut dv = Strided::output(v_dims, c.kv_dtype);
+    let (rows, pages) = (Pages::none(c.total_q()), Pages::of(c));
+    let (q_dims, o_dims) = ((h.num_q_heads, h.head_dim_qk), (h.num_q_heads, h.head_dim_v));
+    let (k_dims, v_dims) = ((h.num_kv_heads, h.head_dim_qk), (h.num_kv_heads, h.head_dim_v));
+    let q = Strided::new(&x.data.q, q_dims, &rows, c.q_dtype, poison);
+    let k = Strided::new(&x.data.k, k_dims, &pages, c.kv_dtype, poison);
+    let v = Strided::new(&x.data.v, v_dims, &pages, c.kv_dtype, poison);
+    let out = Strided::new(&forward.out, o_dims, &rows, c.q_dtype, poison);
+    let d_out = Strided::new(&x.d_out, o_dims, &rows, c.q_dtype, poison);
+    let mut dq = Strided::output(q_dims, &rows, c.q_dtype);
+    let mut dk = Strided::output(k_dims, &pages, c.kv_dtype);
+    let mut dv = Strided::output(v_dims, &pages, c.kv_dtype);
+    let (dq_rows, dk_strides, dv_strides) = (dq.rows(), dk.strides, dv.strides);
     let plan = backward_plan(c, machine);
     let mut ws = BackwardWorkspace::for_plans(&[&plan]);
     assert_eq!(ws.bytes(), plan.workspace_bytes());
@@ -130,23 +178,25 @@ pub fn run_backward_case(c: &Case, x: &Inputs, machine: &Machine, poison: f32) -
         d_sinks: c.scores.sink.then_some(&mut d_sinks[..]),
         d_bias: c.scores.bias.then_some(&mut d_bias[..]),
         q: q.flat.buf(),
-        q_strides: q.strides,
+        q_strides: q.rows(),
         k: k.flat.buf(),
         k_strides: k.strides,
         v: v.flat.buf(),
         v_strides: v.strides,
+        page_table: &pages.table,
+        page_table_stride: pages.table_stride,
         out: out.flat.buf(),
-        out_strides: out.strides,
+        out_strides: out.rows(),
         lse: &forward.lse,
         d_out: d_out.flat.buf(),
-        d_out_strides: d_out.strides,
+        d_out_strides: d_out.rows(),
         d_lse: x.d_lse.as_deref(),
         dq: dq.flat.buf_mut(),
-        dq_strides: dq.strides,
+        dq_strides: dq_rows,
         dk: dk.flat.buf_mut(),
-        dk_strides: dk.strides,
+        dk_strides,
         dv: dv.flat.buf_mut(),
-        dv_strides: dv.strides,
+        dv_strides,
     };
     run_backward(&plan, args, &mut ws, &mut books).unwrap_or_else(|e| panic!("{e}: {c:?}"));
     for (i, (len, book)) in c.seqs.iter().zip(&books).enumerate() {

@@ -112,6 +112,7 @@ impl Case {
             q_dtype: self.q_dtype,
             kv_dtype: self.kv_dtype,
             kv_scales: self.kv_scales,
+            kv_scale_dtype: stored::scale_dtype(self),
             batch_invariant: self.batch_invariant,
             kv: self.page_size.map_or(KvLayout::Contiguous, |page_size| KvLayout::Paged { page_size }),
         }
@@ -171,11 +172,13 @@ impl Data {
             }
             all
         };
-        Data {
-            q: normal(c.total_q() * h.num_q_heads * h.head_dim_qk, c.seed * 3 + 1, c.q_dtype),
-            k: stored(0, h.head_dim_qk),
-            v: stored(1, h.head_dim_v),
-        }
+        let k = stored(0, h.head_dim_qk);
+        let v = match h.values_in_keys {
+            true => k.chunks(h.head_dim_qk).flat_map(|key| &key[..h.head_dim_v]).copied().collect(),
+            false => stored(1, h.head_dim_v),
+        };
+        let q = normal(c.total_q() * h.num_q_heads * h.head_dim_qk, c.seed * 3 + 1, c.q_dtype);
+        Data { q, k, v }
     }
 }
 
@@ -221,6 +224,7 @@ fn contiguous(c: &Case, data: &Data, poison: f32) -> Layout {
     };
     let (k, k_strides) = place(&data.k, 0, h.head_dim_qk);
     let (v, v_strides) = place(&data.v, 1, h.head_dim_v);
+    let v = if h.values_in_keys { Flat::filled(0, 0.0, c.kv_dtype) } else { v };
     let scales = ScaleLayout::contiguous(c, poison);
     Layout { k, v, k_strides, v_strides, table: Vec::new(), table_stride: 0, scales }
 }
@@ -273,6 +277,7 @@ fn paged(c: &Case, data: &Data, poison: f32, page_size: usize) -> Layout {
         }
         first += s.seqlen_k;
     }
+    let v = if h.values_in_keys { Flat::filled(0, 0.0, c.kv_dtype) } else { v };
     Layout { k, v, k_strides: ks, v_strides: vs, table, table_stride, scales }
 }
 
@@ -389,7 +394,11 @@ fn plain_row_f32(c: &Case, spec: &Spec<'_>, len: SeqLen, i: usize, h: usize, q: 
 
 /// One rounding.
 pub fn unit(dtype: DType) -> f64 {
-    if dtype == DType::F32 { 2f64.powi(-23) } else { 2f64.powi(-8) }
+    match dtype {
+        DType::F32 => 2f64.powi(-23),
+        DType::F16 => 2f64.powi(-10),
+        _ => 2f64.powi(-8),
+    }
 }
 
 /// Whether scores are worked on after they were rounded once: then the rule takes one more rounding of the largest score, by which any

@@ -27,6 +27,9 @@ fn allowed(c: Case) -> Case {
         c.heads.head_dim_qk = c.heads.head_dim_qk.next_multiple_of(2);
         c.heads.head_dim_v = c.heads.head_dim_v.next_multiple_of(2);
     }
+    if c.heads.values_in_keys {
+        c.heads.head_dim_v = c.heads.head_dim_v.min(c.heads.head_dim_qk);
+    }
     c
 }
 
@@ -94,10 +97,8 @@ pub fn case(most: (usize, usize)) -> impl Strategy<Value = Case> {
         )| {
             allowed(Case {
                 heads: HeadShape {
-                    num_q_heads: kv * group,
-                    num_kv_heads: kv,
-                    head_dim_qk: dqk,
-                    head_dim_v: dv,
+                    values_in_keys: seed.is_multiple_of(5),
+                    ..HeadShape::with_widths(kv * group, kv, dqk, dv)
                 },
                 mask,
                 tree: bits.0,

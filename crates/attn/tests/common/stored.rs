@@ -85,6 +85,8 @@ impl Flat {
 /// about the type's range.
 pub fn scale_of(c: &Case, side: usize, seq: usize, key: usize, head: usize) -> f32 {
     let page = c.page_size.map_or(0, |p| key / p);
+    // What lies in keys has their scales.
+    let side = if c.heads.values_in_keys { 0 } else { side };
     let (seq, key, head) = match c.kv_scales {
         ScaleGrain::None => return 1.0,
         ScaleGrain::Tensor => (0, 0, 0),
@@ -99,20 +101,32 @@ pub fn scale_of(c: &Case, side: usize, seq: usize, key: usize, head: usize) -> f
         DType::I4 => 0.5,
         _ => 1.0,
     };
-    unit * (2048 + mix % 4096) as f32 / 4096.0
+    let mix = if scale_dtype(c) == DType::Bf16 { mix % 4096 / 32 * 32 } else { mix % 4096 };
+    unit * (2048 + mix) as f32 / 4096.0
+}
+
+/// By seed; bf16 holds scales of 8 bits.
+pub fn scale_dtype(c: &Case) -> DType {
+    if c.kv_scales != ScaleGrain::None && c.seed % 3 == 1 { DType::Bf16 } else { DType::F32 }
 }
 
 /// The scales of a call as they lie in memory.
 pub struct ScaleLayout {
     k: Vec<f32>,
     v: Vec<f32>,
+    /// The same in bf16.
+    halves: [Vec<bf16>; 2],
+    dtype: DType,
     strides: Strides,
 }
 
 impl ScaleLayout {
     fn new(c: &Case, poison: f32, strides: Strides, places: usize) -> ScaleLayout {
         let all = if c.kv_scales == ScaleGrain::None { 0 } else { places };
-        let mut layout = ScaleLayout { k: vec![poison; all], v: vec![poison; all], strides };
+        let values = if c.heads.values_in_keys { 0 } else { all };
+        let halves = [vec![bf16::from_f32(poison); all], vec![bf16::from_f32(poison); values]];
+        let (k, v) = (vec![poison; all], vec![poison; values]);
+        let mut layout = ScaleLayout { k, v, halves, dtype: scale_dtype(c), strides };
         if matches!(c.kv_scales, ScaleGrain::Tensor | ScaleGrain::Head) {
             for head in 0..c.heads.num_kv_heads {
                 layout.set(c, 0, 0, head, (scale_of(c, 0, 0, 0, head), scale_of(c, 1, 0, 0, head)));
@@ -164,10 +178,17 @@ impl ScaleLayout {
             ScaleGrain::Token => page * s.page + slot * s.token + head * s.head,
             ScaleGrain::Page => page * s.page + head * s.head,
         };
-        (self.k[at], self.v[at]) = (k, v);
+        (self.k[at], self.halves[0][at]) = (k, bf16::from_f32(k));
+        if at < self.v.len() {
+            (self.v[at], self.halves[1][at]) = (v, bf16::from_f32(v));
+        }
     }
 
     pub fn args(&self) -> KvScales<'_> {
-        KvScales { k: &self.k, k_strides: self.strides, v: &self.v, v_strides: self.strides }
+        let (k, v) = match self.dtype {
+            DType::Bf16 => (Buf::Bf16(&self.halves[0]), Buf::Bf16(&self.halves[1])),
+            _ => (Buf::F32(&self.k), Buf::F32(&self.v)),
+        };
+        KvScales { k, k_strides: self.strides, v, v_strides: self.strides }
     }
 }

@@ -44,7 +44,6 @@ struct ForwardParams {
   float dot_scale_log2;        // softmax_scale * log2(e)
   int change_scores;           // there is a cap, a slope or a bias: dot products become scores in powers of two before the softmax
   // From here on: read by forward_more alone.
-  int bias_key_stride;         // 0 or 1
   const float* bias;           // natural; [sequence, query head, query token, key] under the strides, which may be 0; or null
   long long bias_seq_stride;
   long long bias_head_stride;
@@ -53,6 +52,7 @@ struct ForwardParams {
   uint32_t first_seq, first_head, first_row, first_group;  // numbers of the call's first; a group is four keys
   uint32_t dropped_below;      // weights whose number is below it are dropped
   float kept_factor;           // of those that stay; 0 is no dropout
+  int bias_key_stride;         // 0 or 1
 };
 
 #ifdef Q_BUFFERS  // forward.cu; the numbers and their meanings are those of src/shapes.rs

@@ -202,7 +202,6 @@ struct Features {
 #[repr(C)]
 #[derive(Default)]
 struct More {
-    bias_key_stride: i32,
     bias: Address,
     bias_seq_stride: i64,
     bias_head_stride: i64,
@@ -211,6 +210,7 @@ struct More {
     first: [u32; 4],
     dropped_below: u32,
     kept_factor: f32,
+    bias_key_stride: i32,
 }
 
 impl More {

@@ -56,7 +56,8 @@ pub(super) fn device(plan: &Plan) -> Entry {
             entry.device_read_bytes += 4 * hull.len().div_ceil(page_size) as u64;
         }
         if p.kv_scales == ScaleGrain::Token {
-            entry.device_read_bytes += kernel::SCALE_PAIR_BYTES * (hull.len() * p.heads.num_kv_heads) as u64;
+            let pair = kernel::scale_pair_bytes(p.heads, p.kv_scale_dtype.bytes_of(1));
+            entry.device_read_bytes += pair * (hull.len() * p.heads.num_kv_heads) as u64;
         }
         entry.flops = predicted(plan, len).flops;
         if let Some(Kernel::ForwardFp8 { .. }) = plan.choice.as_ref().map(|c| c.kernel) {

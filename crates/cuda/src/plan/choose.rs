@@ -24,6 +24,22 @@ pub(super) fn check_any(p: &Problem) -> Fits<()> {
     {
         return refuse("page_size", page_size, "multiples of 16 tokens");
     }
+    if p.heads.values_in_keys {
+        return refuse(
+            "values_in_keys",
+            true,
+            "false: latent attention has a launch of its own (`decode_mla`)",
+        );
+    }
+    if p.kv_scales != ScaleGrain::None && p.kv_scale_dtype != DType::F32 {
+        return refuse("kv_scale_dtype", p.kv_scale_dtype, "f32 on this device");
+    }
+    if p.heads.values_in_keys {
+        return refuse("values_in_keys", true, "false: `attention::decode_mla` is launched by itself");
+    }
+    if p.kv_scale_dtype != DType::F32 {
+        return refuse("kv_scale_dtype", p.kv_scale_dtype, "f32 on this device");
+    }
     if p.block_mask.is_some() {
         return refuse("block_mask", "given", "none on this device");
     }
@@ -189,7 +205,7 @@ pub(super) fn choose(
                 (Kernel::Forward { shape, function }, why)
             }
             Err(forward) => {
-                let last = if p.kv_dtype.is_code() { fp8 } else { forward };
+                let last = if p.kv_dtype == DType::E4m3 { fp8 } else { forward };
                 return Err(refused.unwrap_or(last));
             }
         },

@@ -236,8 +236,8 @@ enum Launch {
 }
 
 impl Bound {
-    /// Checks the call, copies lengths and page ids over, and puts nothing on the stream.
-    pub fn new(plan: &Plan, args: &Args<'_>, ws: &Workspace) -> Result<Bound, Error> {
+    /// Checks the call and copies lengths and page ids over, in the stream's order.
+    pub fn new(gpu: &Gpu, plan: &Plan, args: &Args<'_>, ws: &Workspace) -> Result<Bound, Error> {
         let Some(choice) = &plan.choice else { return refuse("schedule", "none", "a scheduled plan") };
         let layout = plan.layout()?;
         if (ws.memory.bytes as u64) < layout.bytes {
@@ -252,7 +252,7 @@ impl Bound {
             return Ok(Bound { launch: Launch::Nothing });
         }
         let call = Call { plan, args, base: ws.memory.address, layout };
-        call.copy_lengths(&ws.memory)?;
+        call.copy_lengths(gpu)?;
         let launch = match choice.kernel {
             Kernel::Forward { .. } => Launch::Forward(call.forward(call.q())),
             Kernel::ForwardFp8 { .. } => call.fp8(),
@@ -288,7 +288,7 @@ impl Bound {
 /// As [`Bound::launch`].
 pub unsafe fn run(gpu: &Gpu, plan: &Plan, args: &Args<'_>, ws: &Workspace) -> Result<(), Error> {
     // SAFETY: the caller vouches for the memory.
-    unsafe { Bound::new(plan, args, ws)?.launch(gpu) }
+    unsafe { Bound::new(gpu, plan, args, ws)?.launch(gpu) }
 }
 
 /// A checked call.
@@ -304,7 +304,9 @@ fn operand(x: View, (token, head): (usize, usize)) -> Operand {
 }
 
 impl Call<'_> {
-    fn copy_lengths(&self, memory: &Memory) -> Result<(), Error> {
+    fn copy_lengths(&self, gpu: &Gpu) -> Result<(), Error> {
+        // SAFETY: the layout's ranges lie in the workspace, which this plan's calls alone use.
+        let copy = |at: u64, host: &[i32]| unsafe { gpu.copy(self.base + at, host) };
         let seqs = &self.plan.seqs;
         let sums = |of: fn(&suanpan_base::SeqLen) -> usize| {
             let mut sum = 0;
@@ -315,12 +317,9 @@ impl Call<'_> {
             }));
             out
         };
-        memory.write(self.layout.cu_q as usize, &sums(|s| s.seqlen_q))?;
-        memory.write(self.layout.cu_k as usize, &sums(|s| s.seqlen_k))?;
-        memory.write(
-            self.layout.lens_k as usize,
-            &seqs.iter().map(|s| s.seqlen_k as i32).collect::<Vec<_>>(),
-        )?;
+        copy(self.layout.cu_q, &sums(|s| s.seqlen_q))?;
+        copy(self.layout.cu_k, &sums(|s| s.seqlen_k))?;
+        copy(self.layout.lens_k, &seqs.iter().map(|s| s.seqlen_k as i32).collect::<Vec<_>>())?;
         let pages_max = self.plan.pages_max();
         if pages_max > 0 {
             let (from, stride) = (self.args.page_table, self.args.page_table_stride);
@@ -328,7 +327,7 @@ impl Call<'_> {
             for (row, ids) in table.chunks_mut(pages_max).zip(from.chunks(stride.max(1))) {
                 row.iter_mut().zip(ids).for_each(|(to, id)| *to = *id as i32);
             }
-            memory.write(self.layout.table as usize, &table)?;
+            copy(self.layout.table, &table)?;
         }
         Ok(())
     }

@@ -48,6 +48,10 @@ fn what_no_kernel_takes_is_refused_by_name() {
     assert_eq!(field(Problem { mask: Mask::streaming(4, 100), ..p }), "mask.sink_tokens");
     assert_eq!(field(Problem { softmax_scale: Some(-1.0), ..p }), "softmax_scale");
     assert_eq!(field(Problem { kv_scales: ScaleGrain::Head, ..p }), "kv_scales");
+    let bf16_scales =
+        Problem { kv_dtype: DType::I8, kv_scales: ScaleGrain::Token, kv_scale_dtype: DType::Bf16, ..p };
+    assert_eq!(field(bf16_scales), "kv_scale_dtype");
+    assert_eq!(field(Problem { heads: HeadShape::latent(16, 128, 128), ..p }), "values_in_keys");
     let prefix = SeqLen::new(300, 300).with_prefix(10);
     assert_eq!(plan(&p, &[prefix], Slower::Allow).unwrap_err().field, "seqs[0].prefix_len");
 }

@@ -41,7 +41,7 @@ pub fn tokens(text: &str) -> Vec<u32> {
 }
 
 pub fn request(prompt: &str, params: SamplingParams) -> Request {
-    Request { id: "test".into(), prompt: tokens(prompt), params, namespace: 0 }
+    Request { id: "test".into(), prompt: tokens(prompt), params, ..Request::default() }
 }
 
 /// Greedy, past end tokens, exactly `n` tokens.
@@ -67,8 +67,7 @@ impl Answer {
         match event {
             Event::Prefill { cached_tokens, computed_tokens, known_tokens, .. } => {
                 assert!(
-                    cached_tokens <= computed_tokens.max(cached_tokens)
-                        && computed_tokens < known_tokens.max(1)
+                    cached_tokens <= computed_tokens.max(cached_tokens) && computed_tokens <= known_tokens
                 );
             }
             Event::PromptLogprobs { first_position, positions, .. } => {
@@ -140,6 +139,18 @@ impl<F: FnMut(u32, usize) -> Vec<f32> + Send + 'static> Scripted<F> {
 }
 
 impl<F: FnMut(u32, usize) -> Vec<f32> + Send> StepModel for Scripted<F> {
+    fn copy_pages(&mut self, _: &[(u32, u32)]) -> Result<(), ModelError> {
+        Ok(())
+    }
+
+    fn page(&self, _: u32) -> &[u8] {
+        &[]
+    }
+
+    fn page_mut(&mut self, _: u32) -> &mut [u8] {
+        &mut []
+    }
+
     fn step(&mut self, batch: &StepBatch) -> Result<(), ModelError> {
         self.batch.clone_from(batch);
         self.books = batch.seqs.iter().map(|s| self.predicted(s)).collect();

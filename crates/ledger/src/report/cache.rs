@@ -23,6 +23,8 @@ pub struct CacheReport {
     pub head_dim_qk: usize,
     /// Width of a value.
     pub head_dim_v: usize,
+    /// Values are parts of keys.
+    pub values_in_keys: bool,
     /// The books.
     #[serde(flatten)]
     pub ledger: CacheLedger,
@@ -32,7 +34,8 @@ impl CacheReport {
     /// The report on `request`, named after `model`.
     pub fn new(model: impl Into<String>, request: &CacheRequest) -> Result<CacheReport, BadArgument> {
         let ledger = request.ledger()?;
-        let HeadShape { num_q_heads, num_kv_heads, head_dim_qk, head_dim_v } = request.layers[0].heads;
+        let heads = request.layers[0].heads;
+        let HeadShape { num_q_heads, num_kv_heads, head_dim_qk, head_dim_v, values_in_keys } = heads;
         let group_size = num_q_heads / num_kv_heads;
         Ok(CacheReport {
             model: model.into(),
@@ -41,6 +44,7 @@ impl CacheReport {
             group_size,
             head_dim_qk,
             head_dim_v,
+            values_in_keys,
             ledger,
         })
     }
@@ -59,6 +63,10 @@ impl fmt::Display for CacheReport {
         let (batch, context) = (digits(l.batch as u64), digits(l.context_tokens as u64));
         writeln!(f, "batch {batch}, {context} tokens each, pages of {} tokens\n", l.page_size_tokens)?;
         let width = match (self.head_dim_qk, self.head_dim_v) {
+            (qk, _) if self.values_in_keys => [
+                format!("{} · {} · {qk}", l.layers, self.num_kv_heads),
+                "layers · kv_heads · head_dim_qk (values lie in keys)".into(),
+            ],
             (qk, v) if qk == v => [
                 format!("2 · {} · {} · {v}", l.layers, self.num_kv_heads),
                 "2 · layers · kv_heads · head_dim".into(),
@@ -74,7 +82,7 @@ impl fmt::Display for CacheReport {
         } else {
             writeln!(
                 f,
-                "bytes = batch · tokens · sum over layers of kv_heads · (head_dim_qk + head_dim_v) · element\n"
+                "bytes = batch · tokens · sum over layers of kv_heads · (head_dim_qk + head_dim_v, or head_dim_qk where values lie in keys) · element\n"
             )?;
         }
         self.by_dtype(f)?;

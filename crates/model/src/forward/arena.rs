@@ -22,6 +22,10 @@ struct Sizes {
     v: usize,
     out: usize,
     inter: usize,
+    /// Where the layers have experts: rows of one of them, as wide as the stream.
+    gathered: usize,
+    /// The same: a number an expert.
+    router: usize,
     logits: usize,
 }
 
@@ -55,7 +59,23 @@ pub(super) struct AttnViews<'a> {
 pub(super) struct FfnViews<'a> {
     pub gate: &'a mut [f32],
     pub up: &'a mut [f32],
-    /// `silu(gate) * up`.
+    /// `activation(gate, up)`.
+    pub act: &'a mut [f32],
+}
+
+/// Buffers of a choice of experts.
+pub(super) struct ExpertViews<'a> {
+    /// Residual stream, `[rows, hidden_size]`.
+    pub x: &'a mut [f32],
+    /// Normalised rows, `[rows, hidden_size]`.
+    pub h: &'a [f32],
+    /// `[rows, experts]`.
+    pub router: &'a mut [f32],
+    /// Rows of one expert: its input, then its output, `[rows, hidden_size]`.
+    pub gathered: &'a mut [f32],
+    /// `[rows, intermediate_size]` each, as [`FfnViews`].
+    pub gate: &'a mut [f32],
+    pub up: &'a mut [f32],
     pub act: &'a mut [f32],
 }
 
@@ -78,6 +98,11 @@ impl Arena {
             v: lines("num_kv_heads", max_tokens, heads.num_kv_heads * heads.head_dim_v)?,
             out: lines("num_q_heads", max_tokens, heads.num_q_heads * heads.head_dim_v)?,
             inter: lines("intermediate_size", max_tokens, config.intermediate_size)?,
+            gathered: match config.experts {
+                Some(_) => lines("hidden_size", max_tokens, config.hidden_size)?,
+                None => 0,
+            },
+            router: lines("num_experts", max_tokens, config.experts.map_or(0, |e| e.count))?,
             logits: lines("vocab_size", logit_rows, config.vocab_size)?,
         };
         let total = 2 * sizes.hidden + sizes.logits + sizes.scratch();
@@ -103,7 +128,7 @@ impl Arena {
 
 impl Sizes {
     fn scratch(&self) -> usize {
-        (self.q + self.k + self.v + self.out).max(3 * self.inter)
+        (self.q + self.k + self.v + self.out).max(3 * self.inter + self.gathered + self.router)
     }
 }
 
@@ -121,5 +146,15 @@ impl Views<'_> {
         let (gate, rest) = self.scratch.split_at_mut(self.sizes.inter);
         let (up, act) = rest.split_at_mut(self.sizes.inter);
         FfnViews { gate: &mut gate[..n], up: &mut up[..n], act: &mut act[..n] }
+    }
+
+    /// The scratch rows as the buffers of experts.
+    pub(super) fn experts(&mut self) -> ExpertViews<'_> {
+        let sizes = self.sizes;
+        let (gate, rest) = self.scratch.split_at_mut(sizes.inter);
+        let (up, rest) = rest.split_at_mut(sizes.inter);
+        let (act, rest) = rest.split_at_mut(sizes.inter);
+        let (gathered, rest) = rest.split_at_mut(sizes.gathered);
+        ExpertViews { x: self.x, h: self.h, router: &mut rest[..sizes.router], gathered, gate, up, act }
     }
 }

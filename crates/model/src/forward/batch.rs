@@ -1,6 +1,7 @@
 //! What one step is asked to do, and the refusals that come before anything is touched.
 
 use suanpan_base::{BadArgument, DType, SeqLen};
+use suanpan_cache::LayerSet;
 use suanpan_ops::Precision;
 
 const OP: &str = "step";
@@ -80,6 +81,10 @@ pub struct ExecOptions {
     pub precision: Precision,
     /// Element type of stored keys and values.
     pub kv_dtype: DType,
+    /// Layers that store bf16 instead, where `kv_dtype` has fewer bits.
+    pub kv_spared: LayerSet,
+    /// A row's bits depend on its own keys alone: not on chunks, on the batch, or on what was cached.
+    pub batch_invariant: bool,
     /// Threads of the executor's own pool.
     pub threads: usize,
     /// Most new tokens in a step, over all sequences.
@@ -96,6 +101,11 @@ pub struct ExecOptions {
 const MAX_THREADS: usize = 1024;
 
 impl ExecOptions {
+    /// What layer `index` stores.
+    pub fn layer_dtype(&self, index: usize) -> DType {
+        self.kv_spared.stored(self.kv_dtype, index)
+    }
+
     /// Refuses zero limits, and sequences longer than the model's positions.
     pub(super) fn check(&self, max_position_embeddings: usize) -> Result<(), BadArgument> {
         const OP: &str = "executor";

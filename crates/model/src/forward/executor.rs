@@ -4,19 +4,21 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use rayon::ThreadPool;
-use suanpan_attn::{KvLayout, Limits, Machine, Plan, Problem, Workspace};
-use suanpan_base::{BadArgument, Mask, SeqLen};
-use suanpan_cache::{KvStorage, LayerShape};
-use suanpan_ledger::{AttnBooks, kernel};
+use suanpan_attn::{KvLayout, Limits, Machine, Plan, Problem, Scores, Workspace};
+use suanpan_base::{BadArgument, DType, Mask, ScaleGrain, SeqLen};
+use suanpan_cache::{KvStorage, LayerShape, quant};
+use suanpan_ledger::AttnBooks;
 use suanpan_ops::{self as ops, LinearInput, LinearOut, LinearWorkspace, Precision, RopeTable};
 
+use crate::config::RopeConfig;
 use crate::error::ModelError;
 use crate::load::Model;
 use crate::rope;
-use crate::weights::{LayerWeights, Tensor, Weights};
+use crate::weights::Weights;
 
 use super::arena::Arena;
 use super::batch::{self, ExecOptions, StepBatch, StepSeq};
+use super::experts::Choices;
 use super::layer::Ctx;
 use super::rows;
 use super::times::{Op, OpTimes, Watch};
@@ -35,14 +37,15 @@ struct Core {
     model: Arc<Model>,
     opts: ExecOptions,
     arena: Arena,
-    /// One plan for each mask that occurs.
-    plans: Vec<(Mask, Plan)>,
+    /// One plan for each mask and stored type that occur.
+    plans: Vec<((Mask, DType), Plan)>,
     /// Which plan a layer uses.
     layer_plans: Vec<usize>,
     attn: Workspace,
     input: LinearInput,
     linear: LinearWorkspace,
-    rope: RopeTable,
+    ropes: Vec<RopeTable>,
+    choices: Choices,
     lens: Vec<SeqLen>,
     positions: Vec<u32>,
     slots: Vec<u64>,
@@ -86,7 +89,8 @@ impl Executor {
     /// Shapes of the storage that [`Executor::step`] takes, one for each layer.
     pub fn kv_layers(&self) -> Vec<LayerShape> {
         let config = &self.core.model.config;
-        vec![LayerShape { heads: config.heads, dtype: self.core.opts.kv_dtype }; config.layers.len()]
+        let dtype = |layer| self.core.opts.layer_dtype(layer);
+        (0..config.layers.len()).map(|i| LayerShape { heads: config.heads, dtype: dtype(i) }).collect()
     }
 
     /// Bytes of the activations, planned once.
@@ -144,8 +148,11 @@ impl Executor {
     pub fn predicted(&self, seq: &StepSeq) -> AttnBooks {
         let core = &self.core;
         let heads = core.model.config.heads;
-        let write = kernel::kv_write_bytes(heads, seq.extend_len, core.opts.kv_dtype);
-        let layer = |&p: &usize| AttnBooks { kv_write_bytes: write, ..core.plans[p].1.predicted(seq.len()) };
+        let layer = |&p: &usize| {
+            let ((_, dtype), plan) = &core.plans[p];
+            let kv_write_bytes = LayerShape { heads, dtype: *dtype }.bytes(seq.extend_len);
+            AttnBooks { kv_write_bytes, ..plan.predicted(seq.len()) }
+        };
         core.layer_plans.iter().map(layer).sum()
     }
 
@@ -170,20 +177,31 @@ impl Core {
             max_total_q: opts.max_tokens,
             max_seqlen_k: opts.max_model_len,
         };
-        let mut plans: Vec<(Mask, Plan)> = Vec::new();
+        opts.kv_spared.check(config.layers.len())?;
+        let mut plans: Vec<((Mask, DType), Plan)> = Vec::new();
         let mut layer_plans = Vec::with_capacity(config.layers.len());
-        for layer in &config.layers {
+        for (i, layer) in config.layers.iter().enumerate() {
             let mask = layer.window.map_or(Mask::CAUSAL, Mask::window);
-            let known = plans.iter().position(|(m, _)| *m == mask);
+            let key = (mask, opts.layer_dtype(i));
+            let known = plans.iter().position(|(k, _)| *k == key);
             let index = known.unwrap_or(plans.len());
             if known.is_none() {
                 let problem = Problem {
                     softmax_scale: config.softmax_scale,
-                    kv_dtype: opts.kv_dtype,
+                    // A family has sinks in all layers or in none.
+                    scores: Scores {
+                        softcap: config.attn_softcap,
+                        sink: config.family.sinks,
+                        ..Scores::default()
+                    },
+                    kv_dtype: key.1,
+                    kv_scales: if key.1.is_code() { ScaleGrain::Token } else { ScaleGrain::None },
+                    kv_scale_dtype: quant::SCALE_DTYPE,
+                    batch_invariant: opts.batch_invariant,
                     kv: KvLayout::Paged { page_size: opts.page_size },
                     ..Problem::new(heads, mask)
                 };
-                plans.push((mask, Plan::new(&problem, &machine, limits)?));
+                plans.push((key, Plan::new(&problem, &machine, limits)?));
             }
             layer_plans.push(index);
         }
@@ -191,7 +209,11 @@ impl Core {
         let o_cols = heads.num_q_heads * heads.head_dim_v;
         let max_cols = config.hidden_size.max(o_cols).max(config.intermediate_size);
         let max_rows = opts.max_tokens.max(MAX_LOGIT_ROWS);
-        let inv_freq = rope::inv_freq(&config.rope, heads.head_dim_qk);
+        // Positions that depend on a length take the longest sequence's: one choice for every key in the cache.
+        let table = |rope: &RopeConfig| {
+            let inv_freq = rope::inv_freq(rope, config.rotary_dim, opts.max_model_len);
+            RopeTable::new(&inv_freq, rope.attention_factor, opts.max_model_len)
+        };
         Ok(Core {
             arena: Arena::new(config, opts.max_tokens, MAX_LOGIT_ROWS.min(opts.max_tokens))?,
             attn,
@@ -199,7 +221,8 @@ impl Core {
             layer_plans,
             input: linear_input(&model.weights, max_rows, max_cols, opts.precision),
             linear: LinearWorkspace::new(max_rows, opts.threads),
-            rope: RopeTable::new(&inv_freq, config.rope.attention_factor, opts.max_model_len),
+            ropes: config.ropes.iter().map(table).collect(),
+            choices: Choices::new(opts.max_tokens, config.experts.map_or(0, |e| e.per_token)),
             lens: Vec::with_capacity(opts.max_seqs),
             positions: Vec::with_capacity(opts.max_tokens),
             slots: Vec::with_capacity(opts.max_tokens),
@@ -216,10 +239,10 @@ impl Core {
         let limits =
             batch::Limits { opts: &self.opts, vocab_size: config.vocab_size, num_pages: kv.num_pages() };
         batch::check(batch, &limits)?;
-        let shape = LayerShape { heads: config.heads, dtype: self.opts.kv_dtype };
+        let shape = |i| LayerShape { heads: config.heads, dtype: self.opts.layer_dtype(i) };
         let fits = kv.num_layers() == config.layers.len()
             && kv.page_size() == self.opts.page_size
-            && (0..kv.num_layers()).all(|i| kv.layer(i) == shape);
+            && (0..kv.num_layers()).all(|i| kv.layer(i) == shape(i));
         if !fits {
             let asked = format!("{} layers of pages of {} tokens", kv.num_layers(), kv.page_size());
             return Err(
@@ -262,16 +285,20 @@ impl Core {
         let (rows, hidden) = (batch.tokens.len(), config.hidden_size);
         let mut views = arena.views();
         ops::embed(weights.embed.weight(), &batch.tokens, &mut views.x[..rows * hidden])?;
+        if config.family.scaled_embedding {
+            ops::scale(&mut views.x[..rows * hidden], (hidden as f32).sqrt());
+        }
         self.watch.mark(Op::Embed);
         let mut ctx = Ctx {
             config,
             batch,
             positions: &self.positions,
             slots: &self.slots,
-            rope: &self.rope,
+            ropes: &self.ropes,
             input: &mut self.input,
             linear: &mut self.linear,
             attn: &mut self.attn,
+            choices: &mut self.choices,
             watch: &mut self.watch,
         };
         let last = config.layers.len() - 1;
@@ -304,20 +331,21 @@ impl Core {
         self.watch.start();
         let views = self.arena.views();
         self.input.set(&views.h[rows.start * hidden..rows.end * hidden], rows.len(), hidden);
-        let out = LinearOut { data: views.logits, row_stride: vocab, add: false };
+        let n = rows.len() * vocab;
+        let out = LinearOut { data: &mut *views.logits, row_stride: vocab, add: false };
         ops::linear(&mut [(self.model.weights.lm_head.weight(), out)], &self.input, &mut self.linear);
+        if let Some(cap) = config.logit_softcap {
+            ops::softcap(&mut views.logits[..n], cap);
+        }
         self.watch.mark(Op::LmHead);
     }
 }
 
 /// Room for the inputs of every product. Where no weight needs them in f32, they are held as integers only.
 fn linear_input(weights: &Weights, max_rows: usize, max_cols: usize, precision: Precision) -> LinearInput {
-    let quantised = |t: &Tensor| t.format().is_quantised();
-    let layer = |l: &LayerWeights| {
-        let ffn = l.ffn.as_ref().is_none_or(|f| [&f.gate, &f.up, &f.down].into_iter().all(quantised));
-        ffn && [&l.q, &l.k, &l.v, &l.o].into_iter().all(quantised)
-    };
-    if precision.digits() > 0 && quantised(&weights.lm_head) && weights.layers.iter().all(layer) {
+    // The embedding is looked up, not multiplied, unless it is the head.
+    let multiplied = weights.tensors().skip(1).map(|(_, t)| t).chain([&weights.lm_head]);
+    if precision.digits() > 0 && multiplied.into_iter().all(|t| t.format().is_quantised()) {
         return LinearInput::quantised_only(max_rows, max_cols, precision);
     }
     LinearInput::new(max_rows, max_cols, precision)

@@ -8,10 +8,11 @@ use suanpan_ops::{self as ops, LinearInput, LinearOut, LinearWorkspace, RopeTabl
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::weights::{Ffn, LayerWeights};
+use crate::weights::{Ffn, Gated, LayerWeights, Linear, Mlp};
 
 use super::arena::{AttnViews, FfnViews, Views};
 use super::batch::StepBatch;
+use super::experts::Choices;
 use super::times::{Op, Watch};
 
 /// What every layer of a step shares.
@@ -20,19 +21,28 @@ pub(super) struct Ctx<'a> {
     pub batch: &'a StepBatch,
     pub positions: &'a [u32],
     pub slots: &'a [u64],
-    pub rope: &'a RopeTable,
+    /// One table for each of the model's `ropes`.
+    pub ropes: &'a [RopeTable],
     pub input: &'a mut LinearInput,
     pub linear: &'a mut LinearWorkspace,
     pub attn: &'a mut Workspace,
+    pub choices: &'a mut Choices,
     pub watch: &'a mut Watch,
 }
 
-fn out(data: &mut [f32], row_stride: usize) -> LinearOut<'_> {
+pub(super) fn out(data: &mut [f32], row_stride: usize) -> LinearOut<'_> {
     LinearOut { data, row_stride, add: false }
 }
 
 fn add(data: &mut [f32], row_stride: usize) -> LinearOut<'_> {
     LinearOut { data, row_stride, add: true }
+}
+
+/// Adds the product's bias, if it has one, to rows of `out`.
+pub(super) fn add_bias(linear: &Linear, out: &mut [f32]) {
+    if let Some(bias) = &linear.bias {
+        ops::add_bias(out, bias);
+    }
 }
 
 impl Ctx<'_> {
@@ -56,14 +66,22 @@ impl Ctx<'_> {
         let AttnViews { q, k, v, out: o } = views.attn();
         let (q, k, v) = (&mut q[..rows * q_cols], &mut k[..rows * k_cols], &mut v[..rows * v_cols]);
         let mut jobs = [
-            (weights.q.weight(), out(q, q_cols)),
-            (weights.k.weight(), out(k, k_cols)),
-            (weights.v.weight(), out(v, v_cols)),
+            (weights.q.weight.weight(), out(q, q_cols)),
+            (weights.k.weight.weight(), out(k, k_cols)),
+            (weights.v.weight.weight(), out(v, v_cols)),
         ];
         ops::linear(&mut jobs, self.input, self.linear);
+        add_bias(&weights.q, q);
+        add_bias(&weights.k, k);
+        add_bias(&weights.v, v);
         self.watch.mark(Op::Qkv);
-        if config.layers[index].rope {
-            self.rotate(q, k);
+        if let Some([q_norm, k_norm]) = &weights.qk_norms {
+            ops::rms_norm_in_place(q, q_norm, config.rms_norm_eps);
+            ops::rms_norm_in_place(k, k_norm, config.rms_norm_eps);
+            self.watch.mark(Op::Norm);
+        }
+        if let Some(rope) = config.layers[index].rope {
+            self.rotate(&self.ropes[rope], q, k);
             self.watch.mark(Op::Rope);
         }
         let written = kv.write(index, self.slots, k, v);
@@ -74,8 +92,13 @@ impl Ctx<'_> {
         let o_cols = heads.num_q_heads * heads.head_dim_v;
         let strides = |(token, head, page): (usize, usize, usize)| Strides { token, head, page };
         let args = Args {
-            kv_scales: KvScales::default(),
-            extras: Extras::default(),
+            kv_scales: KvScales {
+                k: kv.k_scales(index),
+                k_strides: strides(kv.scale_strides(index)),
+                v: kv.v_scales(index),
+                v_strides: strides(kv.scale_strides(index)),
+            },
+            extras: Extras { sinks: weights.sinks.as_deref(), ..Extras::default() },
             q: Buf::F32(q),
             q_strides: (q_cols, heads.head_dim_qk),
             k: kv.k(index),
@@ -101,9 +124,9 @@ impl Ctx<'_> {
         self.input.set(&views.h[..n], rows, weight.len());
     }
 
-    fn rotate(&self, q: &mut [f32], k: &mut [f32]) {
+    fn rotate(&self, table: &RopeTable, q: &mut [f32], k: &mut [f32]) {
         let heads = self.config.heads;
-        let (dim, style, table) = (heads.head_dim_qk, self.config.rope_style, self.rope);
+        let (dim, style) = (heads.head_dim_qk, self.config.rope_style);
         ops::rope(q, heads.num_q_heads, dim, self.positions, table, style);
         ops::rope(k, heads.num_kv_heads, dim, self.positions, table, style);
     }
@@ -111,28 +134,61 @@ impl Ctx<'_> {
     /// Output projection and MLP over the first `rows` rows of `x` and of attention's `out`.
     pub(super) fn project(&mut self, weights: &LayerWeights, rows: usize, views: &mut Views<'_>) {
         let heads = self.config.heads;
-        let hidden = self.config.hidden_size;
         let o_cols = heads.num_q_heads * heads.head_dim_v;
         self.input.set(&views.attn().out[..rows * o_cols], rows, o_cols);
-        ops::linear(&mut [(weights.o.weight(), add(views.x, hidden))], self.input, self.linear);
+        self.residual(&weights.o, weights.post_attn_norm.as_deref(), rows, views);
         self.watch.mark(Op::O);
-        if let Some(ffn) = &weights.ffn {
-            self.mlp(ffn, rows, views);
+        let Some(ffn) = &weights.ffn else { return };
+        self.norm(&ffn.norm, rows, views);
+        self.watch.mark(Op::Norm);
+        match &ffn.mlp {
+            Mlp::Dense(gated) => self.mlp(ffn, gated, rows, views),
+            Mlp::Experts { router, experts } => self.experts(router, experts, rows, views),
         }
     }
 
-    fn mlp(&mut self, ffn: &Ffn, rows: usize, views: &mut Views<'_>) {
-        let (hidden, inter) = (self.config.hidden_size, self.config.intermediate_size);
-        self.norm(&ffn.norm, rows, views);
-        self.watch.mark(Op::Norm);
+    /// Adds the product of the input to the first `rows` rows of the residual stream, normalised before where there is a norm.
+    fn residual(&mut self, linear: &Linear, post_norm: Option<&[f32]>, rows: usize, views: &mut Views<'_>) {
+        let hidden = self.config.hidden_size;
+        let (x, h) = (&mut views.x[..rows * hidden], &mut views.h[..rows * hidden]);
+        let to = if post_norm.is_some() { out(h, hidden) } else { add(x, hidden) };
+        ops::linear(&mut [(linear.weight.weight(), to)], self.input, self.linear);
+        match post_norm {
+            None => add_bias(linear, x),
+            Some(norm) => {
+                add_bias(linear, h);
+                ops::rms_norm_in_place(h, norm, self.config.rms_norm_eps);
+                ops::add_into(x, h);
+            }
+        }
+    }
+
+    fn mlp(&mut self, ffn: &Ffn, gated: &Gated, rows: usize, views: &mut Views<'_>) {
+        let inter = self.config.intermediate_size;
         let FfnViews { gate, up, act } = views.ffn(rows * inter);
-        let mut jobs = [(ffn.gate.weight(), out(gate, inter)), (ffn.up.weight(), out(up, inter))];
+        self.gated(gated, rows, gate, up, act);
+        self.residual(&gated.down, ffn.post_norm.as_deref(), rows, views);
+        self.watch.mark(Op::Down);
+    }
+
+    /// Gate, up and activation of the input; leaves the result, `[rows, intermediate_size]`, as the next input.
+    pub(super) fn gated(
+        &mut self,
+        gated: &Gated,
+        rows: usize,
+        gate: &mut [f32],
+        up: &mut [f32],
+        act: &mut [f32],
+    ) {
+        let inter = self.config.intermediate_size;
+        let mut jobs =
+            [(gated.gate.weight.weight(), out(gate, inter)), (gated.up.weight.weight(), out(up, inter))];
         ops::linear(&mut jobs, self.input, self.linear);
+        add_bias(&gated.gate, gate);
+        add_bias(&gated.up, up);
         self.watch.mark(Op::GateUp);
-        ops::silu_mul(gate, up, act);
+        ops::gated(self.config.family.activation, gate, up, act);
         self.input.set(act, rows, inter);
         self.watch.mark(Op::Silu);
-        ops::linear(&mut [(ffn.down.weight(), add(views.x, hidden))], self.input, self.linear);
-        self.watch.mark(Op::Down);
     }
 }

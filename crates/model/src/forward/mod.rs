@@ -5,6 +5,7 @@
 mod arena;
 mod batch;
 mod executor;
+mod experts;
 mod layer;
 mod rows;
 mod times;

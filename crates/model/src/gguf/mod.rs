@@ -1,9 +1,10 @@
 //! The GGUF container, versions 2 and 3: metadata and tensor table, checked against the file's length before anything is used.
 //!
-//! Does not know any architecture; that is `llama.rs`. Format: the GGUF specification in the ggml repository (docs/gguf.md).
+//! Does not know any architecture; that is `model.rs`. Format: the GGUF specification in the ggml repository (docs/gguf.md).
 
 mod cursor;
-pub mod llama;
+pub mod model;
+mod rope;
 mod value;
 
 use std::collections::BTreeMap;
@@ -34,23 +35,16 @@ pub const MAX_DIMS: u32 = 4;
 pub const ALIGNMENTS: std::ops::RangeInclusive<u64> = 8..=65_536;
 const DEFAULT_ALIGNMENT: u64 = 32;
 
-/// Names of the tensor types of the format, those that we cannot read included, so that a refusal can name them.
-const TYPE_NAMES: [(u32, &str); 24] = [
-    (6, "Q5_0"),
-    (7, "Q5_1"),
+/// Names of the tensor types of the format that we cannot read, so that a refusal can name them.
+const TYPE_NAMES: [(u32, &str); 16] = [
     (9, "Q8_1"),
-    (10, "Q2_K"),
-    (11, "Q3_K"),
-    (13, "Q5_K"),
     (15, "Q8_K"),
     (16, "IQ2_XXS"),
     (17, "IQ2_XS"),
     (18, "IQ3_XXS"),
     (19, "IQ1_S"),
-    (20, "IQ4_NL"),
     (21, "IQ3_S"),
     (22, "IQ2_S"),
-    (23, "IQ4_XS"),
     (24, "I8"),
     (25, "I16"),
     (26, "I32"),
@@ -59,9 +53,7 @@ const TYPE_NAMES: [(u32, &str); 24] = [
     (29, "IQ1_M"),
     (34, "TQ1_0"),
     (35, "TQ2_0"),
-    (39, "MXFP4"),
 ];
-const SUPPORTED_TYPES: &str = "F32, F16, BF16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K";
 
 /// An opened GGUF file whose header has been checked whole.
 pub struct Gguf {
@@ -97,10 +89,18 @@ fn weight_format(id: u32) -> Option<WeightFormat> {
         1 => WeightFormat::F16,
         2 => WeightFormat::Q4_0,
         3 => WeightFormat::Q4_1,
+        6 => WeightFormat::Q5_0,
+        7 => WeightFormat::Q5_1,
         8 => WeightFormat::Q8_0,
+        10 => WeightFormat::Q2K,
+        11 => WeightFormat::Q3K,
         12 => WeightFormat::Q4K,
+        13 => WeightFormat::Q5K,
         14 => WeightFormat::Q6K,
+        20 => WeightFormat::Iq4Nl,
+        23 => WeightFormat::Iq4Xs,
         30 => WeightFormat::Bf16,
+        39 => WeightFormat::Mxfp4,
         _ => return None,
     })
 }
@@ -214,7 +214,8 @@ impl Gguf {
         self.tensors.keys().map(|name| &**name)
     }
 
-    /// The tensor `name` as a view of the file; it must have exactly `shape`, slowest-running size first (rows, then cols).
+    /// The tensor `name` as a view of the file; it must have exactly `shape`, slowest-running size first. All sizes but the last
+    /// become rows.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
         let Some(info) = self.tensors.get(name) else {
             return Err(ModelError::missing(
@@ -227,17 +228,8 @@ impl Gguf {
             let found: Vec<_> = info.shape().iter().rev().collect();
             return Err(self.bad(format!("tensor {name}"), format!("shape {found:?}"), format!("{shape:?}")));
         }
-        let (rows, cols) = match *shape {
-            [cols] => (1, cols),
-            [rows, cols] => (rows, cols),
-            _ => {
-                return Err(self.bad(
-                    format!("tensor {name}"),
-                    format!("shape {shape:?}"),
-                    "1 or 2 dimensions",
-                ));
-            }
-        };
+        // A tensor has 1 to 4 dimensions, checked when the table was read, and the product of its sizes did not overflow.
+        let (cols, rows) = (info.dims[0], info.dims[1..].iter().product());
         Tensor::new(&self.source, &format!("tensor {name}"), info.bytes.clone(), info.format, rows, cols)
     }
 }
@@ -283,7 +275,11 @@ fn tensor_entry<'a>(
     let Some(format) = weight_format(type_id) else {
         let known = TYPE_NAMES.iter().find(|(id, _)| *id == type_id).map_or("unknown type", |(_, n)| n);
         let found = format!("{known} ({type_id})");
-        return Err(cursor.bad(&format_args!("tensor {name} type"), found, SUPPORTED_TYPES));
+        return Err(cursor.bad(
+            &format_args!("tensor {name} type"),
+            found,
+            WeightFormat::ALL.map(WeightFormat::name).join(", "),
+        ));
     };
     let Some(row_bytes) = format.row_bytes(dims[0]) else {
         let supported = format!("a multiple of {} for {}", format.block_elems(), format.name());

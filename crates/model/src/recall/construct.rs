@@ -4,7 +4,7 @@
 //! `FOUND` 1 after the first layer and the retrieved code after the second, `PAD` 1 after the first layer. Every entry is
 //! 0, +1 or -1, so the mean square is 1/4 before the first layer and exactly 1 after it.
 
-use crate::weights::{LayerWeights, Tensor, Weights};
+use crate::weights::{LayerWeights, Linear, Tensor, Weights};
 
 use super::{CODE_DIGITS, HEADS, HIDDEN, LOGIT_GAIN, MATCH_GAIN, NGRAM, OFFSET_PAIR, VOCAB_SIZE, WINDOW};
 
@@ -74,6 +74,12 @@ impl Matrix {
     }
 }
 
+/// A layer of attention alone, from its norm and q, k, v, o.
+fn layer(attn_norm: Vec<f32>, products: [Matrix; 4]) -> LayerWeights {
+    let [q, k, v, o] = products.map(|m| Linear::from(m.tensor()));
+    LayerWeights { attn_norm, q, k, v, o, qk_norms: None, sinks: None, post_attn_norm: None, ffn: None }
+}
+
 /// All weights of the model.
 pub(super) fn weights() -> Weights {
     Weights {
@@ -127,7 +133,7 @@ fn window_layer() -> LayerWeights {
     }
     // The mean square of the embedding is 1/4: half of the normalised stream is the stream.
     let norm = vec![0.5; HIDDEN];
-    LayerWeights { attn_norm: norm, q: q.tensor(), k: k.tensor(), v: v.tensor(), o: o.tensor(), ffn: None }
+    layer(norm, [q, k, v, o])
 }
 
 /// Every head matches the last `NGRAM` codes against the codes before each key; head `h` brings digit `h` of the key's own code.
@@ -158,7 +164,7 @@ fn global_layer() -> LayerWeights {
         o.set(FOUND + h, h * DIM + V_ONE, -value_sign(group(h), V_ONE));
     }
     let norm = vec![1.0; HIDDEN];
-    LayerWeights { attn_norm: norm, q: q.tensor(), k: k.tensor(), v: v.tensor(), o: o.tensor(), ffn: None }
+    layer(norm, [q, k, v, o])
 }
 
 fn lm_head() -> Tensor {

@@ -10,7 +10,8 @@ mod haystack;
 use suanpan_base::HeadShape;
 use suanpan_ops::RopeStyle;
 
-use crate::config::{LayerConfig, ModelConfig, RopeConfig};
+use crate::config::{Biases, LayerConfig, ModelConfig, RopeConfig};
+use crate::family::LLAMA;
 use crate::weights::Weights;
 
 pub use haystack::{Fact, Haystack, haystack};
@@ -53,18 +54,25 @@ pub fn config() -> ModelConfig {
     ModelConfig {
         name: format!("builtin:{NAME}"),
         architecture: NAME.to_string(),
+        family: &LLAMA,
         vocab_size: VOCAB_SIZE,
         hidden_size: HIDDEN,
         intermediate_size: 0,
+        experts: None,
         heads: HEADS,
         softmax_scale: None,
+        attn_softcap: None,
+        logit_softcap: None,
+        fp8_block: None,
+        biases: Biases::default(),
         // Far below half an ulp of every mean square here (1/4 and 1), so it changes no bit.
         rms_norm_eps: 1e-12,
-        rope: RopeConfig::plain(theta),
+        ropes: vec![RopeConfig::plain(theta)],
+        rotary_dim: HEADS.head_dim_qk,
         rope_style: RopeStyle::Half,
         layers: vec![
-            LayerConfig { window: Some(WINDOW), rope: true },
-            LayerConfig { window: None, rope: false },
+            LayerConfig { window: Some(WINDOW), rope: Some(0) },
+            LayerConfig { window: None, rope: None },
         ],
         max_position_embeddings: MAX_TOKENS,
         bos_token_id: None,

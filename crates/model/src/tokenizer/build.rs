@@ -3,10 +3,11 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::models::bpe::{BPE, BpeBuilder, Vocab};
 
 use super::added::{AddedToken, AddedTokens};
 use super::pieces::{Kind, Pieces};
+use super::spaces::{self, Merges, Piece, Prefix, Spaces};
 use super::split::Split;
 use super::{Merger, SpecialIds, Tokenizer, TokenizerError, byte_map};
 
@@ -19,20 +20,32 @@ const CACHED_WORDS: usize = 4096;
 pub(super) struct Parts {
     /// Where the vocabulary stands in the file, for messages.
     pub(super) field: &'static str,
-    /// Plain tokens in the visible alphabet, with their ids. No added token is among them.
+    /// Plain tokens as the vocabulary spells them, with their ids. No added token is among them.
     pub(super) tokens: Vec<(String, u32)>,
-    /// Pairs in order of rank. Pairs that touch an added token can never apply and are dropped.
-    pub(super) merges: Vec<(String, String)>,
+    /// What merges them.
+    pub(super) rules: Rules,
     /// Tokens matched whole.
     pub(super) added: Vec<AddedToken>,
     /// Number of ids, including those without a token.
     pub(super) vocab_size: usize,
-    pub(super) split: Split,
-    /// A word that is a token is taken whole, without merging (Llama 3).
-    pub(super) ignore_merges: bool,
     pub(super) special: SpecialIds,
     pub(super) prefix: Vec<u32>,
     pub(super) suffix: Vec<u32>,
+}
+
+/// How text is spelled, cut and merged.
+pub(super) enum Rules {
+    /// Byte-level BPE. Merges in order of rank; those that touch an added token can never apply and are dropped.
+    ByteLevel {
+        split: Split,
+        merges: Vec<(String, String)>,
+        /// A word that is a token is taken whole, without merging (Llama 3).
+        ignore_merges: bool,
+    },
+    /// SentencePiece by ranks; byte tokens are those spelled `<0xNN>`.
+    Ranks { merges: Vec<(String, String)>, prefix: Prefix },
+    /// SentencePiece by scores, one for each of `tokens`; `bytes` are byte tokens.
+    Scores { scores: Vec<f32>, bytes: Vec<(String, u32)>, prefix: Prefix },
 }
 
 /// Refuses vocabularies too large to be real.
@@ -44,59 +57,80 @@ pub(super) fn check_size(field: &str, vocab_size: usize) -> Result<(), Tokenizer
 }
 
 impl Parts {
-    pub(super) fn build(mut self) -> Result<Tokenizer, TokenizerError> {
+    pub(super) fn build(self) -> Result<Tokenizer, TokenizerError> {
         check_size(self.field, self.vocab_size)?;
         let pieces = self.pieces()?;
         self.check_named_ids()?;
-        self.drop_merges_of_added();
-        let vocab: Vocab = self.tokens.into_iter().collect();
-        let bpe = BPE::builder()
-            .vocab_and_merges(vocab, self.merges)
-            .ignore_merges(self.ignore_merges)
-            .cache_capacity(CACHED_WORDS)
-            .build()
-            .map_err(|e| TokenizerError::damaged(self.field, e))?;
+        let Parts { field, tokens, rules, added, special, prefix, suffix, .. } = self;
+        let unk = special.unk;
+        let merger = match rules {
+            Rules::ByteLevel { split, merges, ignore_merges } => {
+                let merges = without_added(merges, &added);
+                let bpe = bpe(field, tokens, merges, |b| b.ignore_merges(ignore_merges))?;
+                Merger::ByteLevel { split, bpe: Box::new(bpe) }
+            }
+            Rules::Ranks { merges, prefix } => {
+                let bytes = byte_ids(tokens.iter().map(|(text, id)| (text.as_str(), *id)), unk);
+                let plain: Vec<String> = tokens.iter().map(|t| t.0.clone()).collect();
+                let bpe = bpe(field, tokens, without_added(merges, &added), |b| b.byte_fallback(true))?;
+                let plain = plain.iter().map(String::as_str);
+                Merger::Spaces(Box::new(Spaces::new(Merges::Ranks(Box::new(bpe)), prefix, plain, bytes)))
+            }
+            Rules::Scores { scores, bytes, prefix } => {
+                let bytes = byte_ids(bytes.iter().map(|(text, id)| (text.as_str(), *id)), unk);
+                let plain: Vec<String> = tokens.iter().map(|t| t.0.clone()).collect();
+                let pieces = tokens.into_iter().zip(scores);
+                let pieces =
+                    pieces.map(|((text, id), score)| (text.into_boxed_str(), Piece { id, score })).collect();
+                let plain = plain.iter().map(String::as_str);
+                Merger::Spaces(Box::new(Spaces::new(Merges::Scores(pieces), prefix, plain, bytes)))
+            }
+        };
         Ok(Tokenizer {
             pieces: Arc::new(pieces),
-            added: AddedTokens::new(self.added)?,
-            merger: Some(Merger { split: self.split, bpe }),
-            special: self.special,
-            prefix: self.prefix,
-            suffix: self.suffix,
+            added: AddedTokens::new(added)?,
+            merger,
+            special,
+            prefix,
+            suffix,
         })
     }
 
     /// Bytes by id; every id is used at most once.
-    fn pieces(&self) -> Result<Pieces, TokenizerError> {
-        let mut entries: Vec<(Cow<'_, [u8]>, Kind)> = Vec::with_capacity(self.vocab_size);
-        entries.resize(self.vocab_size, (Cow::Borrowed(&[]), Kind::Text));
-        let twice = |id: u32, text: &str| {
-            TokenizerError::damaged(
-                self.field,
-                format!("id {id} of {text:?} is outside the vocabulary or used twice"),
-            )
-        };
-        for (text, id) in &self.tokens {
-            let bytes = byte_map::bytes_of(text).ok_or_else(|| {
-                TokenizerError::damaged(
-                    self.field,
-                    format!("token {id} {text:?} is not in the byte-level alphabet"),
-                )
+    fn pieces<'a>(&'a self) -> Result<Pieces, TokenizerError> {
+        let mut entries: Vec<Option<(Cow<'a, [u8]>, Kind)>> = vec![None; self.vocab_size];
+        let mut put = |id: u32, text: &str, entry: (Cow<'a, [u8]>, Kind)| {
+            let place = entries.get_mut(id as usize).filter(|e| e.is_none());
+            let place = place.ok_or_else(|| {
+                let message = format!("id {id} of {text:?} is outside the vocabulary or used twice");
+                TokenizerError::damaged(self.field, message)
             })?;
-            let entry =
-                entries.get_mut(*id as usize).filter(|e| e.0.is_empty()).ok_or_else(|| twice(*id, text))?;
-            *entry = (Cow::Owned(bytes), Kind::Text);
+            *place = Some(entry);
+            Ok(())
+        };
+        let byte_tokens = match &self.rules {
+            Rules::Scores { bytes, .. } => bytes.as_slice(),
+            Rules::ByteLevel { .. } | Rules::Ranks { .. } => &[],
+        };
+        let plain = self.tokens.iter().map(|t| (t, false)).chain(byte_tokens.iter().map(|t| (t, true)));
+        for ((text, id), is_byte) in plain {
+            let bytes = match &self.rules {
+                Rules::ByteLevel { .. } => byte_map::bytes_of(text).map(Cow::Owned),
+                Rules::Ranks { .. } => spaces::bytes_of(text, spaces::byte_of(text).is_some()),
+                Rules::Scores { .. } => spaces::bytes_of(text, is_byte),
+            };
+            let bytes = bytes.ok_or_else(|| {
+                let what = if is_byte { "is no byte token" } else { "is not in the byte-level alphabet" };
+                TokenizerError::damaged(self.field, format!("token {id} {text:?} {what}"))
+            })?;
+            put(*id, text, (bytes, Kind::Text))?;
         }
         for token in &self.added {
             let kind = if token.control { Kind::Control } else { Kind::Added };
-            let entry = entries
-                .get_mut(token.id as usize)
-                .filter(|e| e.0.is_empty())
-                .ok_or_else(|| twice(token.id, &token.content))?;
-            *entry = (Cow::Borrowed(token.content.as_bytes()), kind);
+            put(token.id, &token.content, (Cow::Borrowed(token.content.as_bytes()), kind))?;
         }
-        Pieces::pack(entries.into_iter())
-            .ok_or_else(|| TokenizerError::damaged(self.field, "over 4 GiB of token text"))
+        let entries = entries.into_iter().map(|e| e.unwrap_or((Cow::Borrowed(&[]), Kind::Text)));
+        Pieces::pack(entries).ok_or_else(|| TokenizerError::damaged(self.field, "over 4 GiB of token text"))
     }
 
     fn check_named_ids(&self) -> Result<(), TokenizerError> {
@@ -110,16 +144,39 @@ impl Parts {
         }
         Ok(())
     }
+}
 
-    /// Drops pairs whose parts or result are added tokens: those are matched before merging, so the pair never meets.
-    fn drop_merges_of_added(&mut self) {
-        let added: std::collections::HashSet<&str> = self.added.iter().map(|t| t.content.as_str()).collect();
-        let mut joined = String::new();
-        self.merges.retain(|(a, b)| {
-            joined.clear();
-            joined.push_str(a);
-            joined.push_str(b);
-            ![a.as_str(), b, &joined].iter().any(|part| added.contains(part))
-        });
+/// Ids of the byte tokens among `tokens`; the unknown token's where there is none.
+fn byte_ids<'a>(tokens: impl Iterator<Item = (&'a str, u32)>, unk: Option<u32>) -> [Option<u32>; 256] {
+    let mut ids = [unk; 256];
+    for (text, id) in tokens {
+        if let Some(byte) = spaces::byte_of(text) {
+            ids[usize::from(byte)] = Some(id);
+        }
     }
+    ids
+}
+
+fn bpe(
+    field: &str,
+    tokens: Vec<(String, u32)>,
+    merges: Vec<(String, String)>,
+    options: impl Fn(BpeBuilder) -> BpeBuilder,
+) -> Result<BPE, TokenizerError> {
+    let vocab: Vocab = tokens.into_iter().collect();
+    let builder = BPE::builder().vocab_and_merges(vocab, merges).cache_capacity(CACHED_WORDS);
+    options(builder).build().map_err(|e| TokenizerError::damaged(field, e))
+}
+
+/// Drops pairs whose parts or result are added tokens: those are matched before merging, so the pair never meets.
+fn without_added(mut merges: Vec<(String, String)>, added: &[AddedToken]) -> Vec<(String, String)> {
+    let added: std::collections::HashSet<&str> = added.iter().map(|t| t.content.as_str()).collect();
+    let mut joined = String::new();
+    merges.retain(|(a, b)| {
+        joined.clear();
+        joined.push_str(a);
+        joined.push_str(b);
+        ![a.as_str(), b, &joined].iter().any(|part| added.contains(part))
+    });
+    merges
 }

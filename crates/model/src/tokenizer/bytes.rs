@@ -45,7 +45,7 @@ impl Tokenizer {
         Ok(Tokenizer {
             pieces: Arc::new(pieces),
             added: AddedTokens::new(added.collect())?,
-            merger: None,
+            merger: super::Merger::Bytes,
             special,
             prefix: special.bos.into_iter().collect(),
             suffix: Vec::new(),

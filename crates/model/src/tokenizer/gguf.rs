@@ -1,12 +1,13 @@
 //! A tokenizer from the vocabulary inside a GGUF file (`tokenizer.ggml.*`).
 //!
-//! Byte-level BPE only (`tokenizer.ggml.model = gpt2`); sentence-piece and word-piece vocabularies are refused by name.
+//! Byte-level BPE (`tokenizer.ggml.model = gpt2`) and SentencePiece by scores (`llama`); other kinds are refused by name.
 
 use crate::error::ModelError;
 use crate::gguf::Gguf;
 
 use super::added::AddedToken;
-use super::build::{Parts, check_size};
+use super::build::{Parts, Rules, check_size};
+use super::spaces::{Prefix, SPACE};
 use super::split::Split;
 use super::{SpecialIds, Tokenizer, TokenizerError};
 
@@ -21,6 +22,10 @@ pub struct GgufVocab {
     pub tokens: Vec<String>,
     /// `tokenizer.ggml.token_type`, by id; may be empty: then only the named ids are control tokens.
     pub token_types: Vec<i32>,
+    /// `tokenizer.ggml.scores`, by id; SentencePiece only.
+    pub scores: Vec<f32>,
+    /// `tokenizer.ggml.add_space_prefix`; SentencePiece only.
+    pub add_space_prefix: Option<bool>,
     /// `tokenizer.ggml.merges`, in order of rank, each `left right`.
     pub merges: Vec<String>,
     /// `tokenizer.ggml.bos_token_id`.
@@ -43,6 +48,7 @@ const UNKNOWN: i32 = 2;
 const CONTROL: i32 = 3;
 const USER_DEFINED: i32 = 4;
 const UNUSED: i32 = 5;
+const BYTE: i32 = 6;
 
 impl GgufVocab {
     /// Reads the keys of an opened file. Refuses wrong types; what the values mean is checked by [`Tokenizer::from_gguf`].
@@ -71,6 +77,8 @@ impl GgufVocab {
             pre: gguf.string(&key("pre"))?.map(String::from),
             tokens: owned(gguf.strings(&key("tokens"))?),
             token_types: token_types?,
+            scores: gguf.floats(&key("scores"))?.unwrap_or_default(),
+            add_space_prefix: gguf.boolean(&key("add_space_prefix"))?,
             merges: owned(gguf.strings(&key("merges"))?),
             bos: id("bos_token_id")?,
             eos: id("eos_token_id")?,
@@ -87,70 +95,99 @@ impl Tokenizer {
     /// tokens that do not exist, and ids outside the vocabulary.
     pub fn from_gguf(vocab: GgufVocab) -> Result<Tokenizer, TokenizerError> {
         const FIELD: &str = "tokenizer.ggml.tokens";
-        if vocab.model != "gpt2" {
-            return Err(TokenizerError::unsupported(
-                "tokenizer.ggml.model",
-                &vocab.model,
-                "gpt2 (byte-level BPE)",
-            ));
-        }
-        let split = Split::from_gguf(vocab.pre.as_deref()).ok_or_else(|| {
-            let found = vocab.pre.as_deref().unwrap_or_default();
-            TokenizerError::unsupported("tokenizer.ggml.pre", found, Split::GGUF_NAMES)
-        })?;
         let vocab_size = vocab.tokens.len();
         check_size(FIELD, vocab_size)?;
-        let types = vocab.token_types.len();
-        if types != 0 && types != vocab_size {
-            let message = format!("{types} types for {vocab_size} tokens");
-            return Err(TokenizerError::damaged("tokenizer.ggml.token_type", message));
+        for (name, len) in [("token_type", vocab.token_types.len()), ("scores", vocab.scores.len())] {
+            if len != 0 && len != vocab_size {
+                let message = format!("{len} entries for {vocab_size} tokens");
+                return Err(TokenizerError::damaged(&format!("tokenizer.ggml.{name}"), message));
+            }
         }
         let special = SpecialIds { bos: vocab.bos, eos: vocab.eos, unk: vocab.unk, pad: vocab.pad };
-        let (tokens, added) = sort_tokens(vocab.tokens, &vocab.token_types, special)?;
-        let merges = vocab.merges.into_iter().map(pair).collect::<Result<_, _>>()?;
-        let llama3 = split == Split::Llama3;
+        let spaces = match vocab.model.as_str() {
+            "gpt2" => false,
+            "llama" => true,
+            other => {
+                let supported = "gpt2 (byte-level BPE), llama (SentencePiece)";
+                return Err(TokenizerError::unsupported("tokenizer.ggml.model", other, supported));
+            }
+        };
+        let Sorted { tokens, added, bytes } = sort_tokens(vocab.tokens, &vocab.token_types, special, spaces)?;
+        // What files of a kind leave out is what llama.cpp takes for it.
+        let (rules, add_bos) = if spaces {
+            let scores = if vocab.scores.is_empty() { vec![0.0; vocab_size] } else { vocab.scores };
+            if let Some(id) = scores.iter().position(|s| s.is_nan()) {
+                return Err(TokenizerError::damaged("tokenizer.ggml.scores", format!("NaN for token {id}")));
+            }
+            let scores = tokens.iter().map(|(_, id)| scores[*id as usize]).collect();
+            let prefix = if vocab.add_space_prefix.unwrap_or(true) { Prefix::Each } else { Prefix::Never };
+            (Rules::Scores { scores, bytes, prefix }, true)
+        } else {
+            let split = Split::from_gguf(vocab.pre.as_deref()).ok_or_else(|| {
+                let found = vocab.pre.as_deref().unwrap_or_default();
+                TokenizerError::unsupported("tokenizer.ggml.pre", found, Split::GGUF_NAMES)
+            })?;
+            let merges = vocab.merges.into_iter().map(pair).collect::<Result<_, _>>()?;
+            // One other kind cuts as Llama 3 does, but merges words that are tokens, and writes no begin token.
+            let llama3 = split == Split::Llama3 && vocab.pre.as_deref() != Some("smaug-bpe");
+            (Rules::ByteLevel { split, merges, ignore_merges: llama3 }, llama3)
+        };
         let wanted =
             |asked: Option<bool>, default: bool, id: Option<u32>| id.filter(|_| asked.unwrap_or(default));
         Parts {
             field: FIELD,
             tokens,
-            merges,
+            rules,
             added,
             vocab_size,
-            split,
-            ignore_merges: llama3,
             special,
-            prefix: wanted(vocab.add_bos, llama3, special.bos).into_iter().collect(),
+            prefix: wanted(vocab.add_bos, add_bos, special.bos).into_iter().collect(),
             suffix: wanted(vocab.add_eos, false, special.eos).into_iter().collect(),
         }
         .build()
     }
 }
 
-/// Plain tokens with their ids, and tokens that are matched whole.
-type Sorted = (Vec<(String, u32)>, Vec<AddedToken>);
+/// Tokens by what becomes of them.
+struct Sorted {
+    /// Plain tokens with their ids.
+    tokens: Vec<(String, u32)>,
+    /// Tokens that are matched whole.
+    added: Vec<AddedToken>,
+    /// Byte tokens with their ids.
+    bytes: Vec<(String, u32)>,
+}
 
 /// Tells plain tokens from those matched whole. Unused ids keep their text for decoding but are never produced from text.
-fn sort_tokens(texts: Vec<String>, types: &[i32], special: SpecialIds) -> Result<Sorted, TokenizerError> {
+fn sort_tokens(
+    texts: Vec<String>,
+    types: &[i32],
+    special: SpecialIds,
+    spaces: bool,
+) -> Result<Sorted, TokenizerError> {
     let named = [special.bos, special.eos, special.unk, special.pad];
-    let (mut tokens, mut added) = (Vec::with_capacity(texts.len()), Vec::new());
+    let (mut tokens, mut added, mut bytes) = (Vec::with_capacity(texts.len()), Vec::new(), Vec::new());
     for (id, content) in (0u32..).zip(texts) {
         let named_only = if named.contains(&Some(id)) { CONTROL } else { NORMAL };
         match types.get(id as usize).copied().unwrap_or(named_only) {
             NORMAL => tokens.push((content, id)),
+            BYTE if spaces => bytes.push((content, id)),
             kind @ (UNKNOWN | CONTROL | USER_DEFINED | UNUSED) => {
                 // An unused id is as untouchable for a user as a control token.
                 let control = kind != USER_DEFINED;
+                // A user-defined token matches the text itself, where a space is a space.
+                let content = if spaces && !control { content.replace(SPACE, " ") } else { content };
                 added.push(AddedToken { id, content, control, ..AddedToken::default() });
             }
             other => {
                 let found = format!("{other} for token {id} {content:?}");
-                let supported = "1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused";
+                let supported =
+                    "1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte (SentencePiece)";
                 return Err(TokenizerError::unsupported("tokenizer.ggml.token_type", found, supported));
             }
         }
     }
-    Ok((tokens, added))
+    Ok(Sorted { tokens, added, bytes })
 }
 
 fn pair(merge: String) -> Result<(String, String), TokenizerError> {

@@ -1,6 +1,6 @@
 //! A tokenizer from `tokenizer.json`, with what `tokenizer_config.json` adds: named tokens and the chat template.
 //!
-//! Byte-level BPE only. Every part that changes ids (normalizer, pre-tokenizer, post-processor) is read; one that is not
+//! Byte-level BPE, and SentencePiece's BPE with byte fallback. Every part that changes ids (normalizer, pre-tokenizer, post-processor) is read; one that is not
 //! known is refused by name, never skipped.
 
 use std::collections::HashMap;
@@ -11,7 +11,8 @@ use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 use serde_json::Value;
 
 use super::added::AddedToken;
-use super::build::{Parts, check_size};
+use super::build::{Parts, Rules, check_size};
+use super::spaces::Prefix;
 use super::split::Split;
 use super::{SpecialIds, Tokenizer, TokenizerError};
 
@@ -115,7 +116,7 @@ impl Tokenizer {
         let kind =
             probe.model.kind.as_deref().unwrap_or(if probe.model.merges.is_some() { "BPE" } else { "none" });
         if kind != "BPE" {
-            return Err(TokenizerError::unsupported("tokenizer.json: model.type", kind, "BPE (byte-level)"));
+            return Err(TokenizerError::unsupported("tokenizer.json: model.type", kind, "BPE"));
         }
         let file: File = parse("tokenizer.json", tokenizer)?;
         let config: Value = config.map_or(Ok(Value::Null), |c| parse("tokenizer_config.json", c))?;
@@ -131,16 +132,24 @@ fn parse<'a, T: Deserialize<'a>>(name: &str, bytes: &'a [u8]) -> Result<T, Token
 impl File {
     fn into_parts(self, config: &Value) -> Result<Parts, TokenizerError> {
         const FIELD: &str = "tokenizer.json: model.vocab";
-        self.refuse_options()?;
-        let split = split_of(self.pre_tokenizer.as_ref())?;
+        let spaces = if self.model.byte_fallback { Some(self.spaces()?) } else { None };
+        self.refuse_options(spaces.is_some())?;
         let highest = self.model.vocab.values().copied().chain(self.added_tokens.iter().map(|t| t.id)).max();
         let vocab_size = highest.map_or(0, |id| id as usize + 1);
         check_size(FIELD, vocab_size)?;
         let mut vocab = self.model.vocab;
-        for token in &self.added_tokens {
+        // A run of U+2581 never stands in text before it is normalised: such a token is made by merging, as any other.
+        let by_merging = |t: &Added| {
+            spaces.is_some()
+                && !t.special
+                && t.content.contains('\u{2581}')
+                && vocab.get(&t.content) == Some(&t.id)
+        };
+        let added: Vec<Added> = self.added_tokens.into_iter().filter(|t| !by_merging(t)).collect();
+        for token in &added {
             vocab.remove(&token.content);
         }
-        let added: Vec<AddedToken> = self.added_tokens.into_iter().map(Added::into_token).collect();
+        let added: Vec<AddedToken> = added.into_iter().map(Added::into_token).collect();
         let (mut prefix, suffix) = match &self.post_processor {
             Some(post) => around(post)?,
             None => (Vec::new(), Vec::new()),
@@ -149,36 +158,83 @@ impl File {
         if prefix.is_empty() && config.get("add_bos_token") == Some(&Value::Bool(true)) {
             prefix.extend(special.bos);
         }
+        let merges = self.model.merges.into_iter().map(|p| (p.0, p.1)).collect();
+        let rules = match spaces {
+            Some(prefix) => Rules::Ranks { merges, prefix },
+            None => Rules::ByteLevel {
+                split: split_of(self.pre_tokenizer.as_ref())?,
+                merges,
+                ignore_merges: self.model.ignore_merges,
+            },
+        };
         Ok(Parts {
             field: FIELD,
             tokens: vocab.into_iter().collect(),
-            merges: self.model.merges.into_iter().map(|p| (p.0, p.1)).collect(),
+            rules,
             added,
             vocab_size,
-            split,
-            ignore_merges: self.model.ignore_merges,
             special,
             prefix,
             suffix,
         })
     }
 
-    /// Options that would change ids and are not run here.
-    fn refuse_options(&self) -> Result<(), TokenizerError> {
-        let refuse = |field: &str, found: &dyn fmt::Display, supported: &str| {
-            Err(TokenizerError::unsupported(&format!("tokenizer.json: {field}"), found, supported))
+    /// Where a SentencePiece vocabulary puts a space, by its normalizer and pre-tokenizer.
+    fn spaces(&self) -> Result<Prefix, TokenizerError> {
+        let steps = |part: &Option<Value>, list: &str| match part.as_ref().filter(|p| !p.is_null()) {
+            None => Vec::new(),
+            Some(one) => match one.get(list).and_then(Value::as_array) {
+                Some(many) => many.clone(),
+                None => vec![one.clone()],
+            },
         };
+        let (mut prefix, mut replaced) = (Prefix::Never, false);
+        for step in steps(&self.normalizer, "normalizers") {
+            let text = |key: &str| step.get(key).and_then(Value::as_str);
+            match kind_of(&step).as_str() {
+                "Prepend" if text("prepend") == Some("\u{2581}") => prefix = Prefix::Each,
+                "Replace" if is_space(&step) && text("content") == Some("\u{2581}") => replaced = true,
+                _ => return Err(refuse("normalizer", &step, "Prepend and Replace of a space by U+2581")),
+            }
+        }
+        for step in steps(&self.pre_tokenizer, "pretokenizers") {
+            let scheme = step.get("prepend_scheme").and_then(Value::as_str).unwrap_or("always");
+            match (kind_of(&step).as_str(), scheme) {
+                // No space is left that it could cut at.
+                ("Split", _) if replaced && is_space(&step) => {}
+                ("Metaspace", "never") if !replaced => replaced = true,
+                ("Metaspace", "first") if !replaced => (prefix, replaced) = (Prefix::First, true),
+                ("Metaspace", "always") if !replaced => (prefix, replaced) = (Prefix::Each, true),
+                _ => return Err(refuse("pre_tokenizer", &step, "none, Metaspace, or a Split at spaces")),
+            }
+        }
+        if !replaced {
+            return Err(refuse(
+                "normalizer",
+                &"none that replaces spaces",
+                "Replace of a space by U+2581, or Metaspace",
+            ));
+        }
+        Ok(prefix)
+    }
+
+    /// Options that would change ids and are not run here. `spaces`: a SentencePiece vocabulary, whose normalizer has been read.
+    fn refuse_options(&self, spaces: bool) -> Result<(), TokenizerError> {
+        let refuse =
+            |field: &str, found: &dyn fmt::Display, supported: &str| Err(refuse(field, found, supported));
         let filled = |text: &Option<String>| text.clone().filter(|t| !t.is_empty());
-        if let Some(normalizer) = self.normalizer.as_ref().filter(|n| !n.is_null()) {
+        if let Some(normalizer) = self.normalizer.as_ref().filter(|n| !spaces && !n.is_null()) {
             return refuse("normalizer", &kind_of(normalizer), "none");
         }
-        if let Some(decoder) = self.decoder.as_ref().filter(|d| kind_of(d) != "ByteLevel") {
-            return refuse("decoder", &kind_of(decoder), "ByteLevel");
+        // A sequence undoes what the normalizer did, which its reading has checked.
+        let decoder = if spaces { "Sequence" } else { "ByteLevel" };
+        if let Some(found) = self.decoder.as_ref().filter(|d| kind_of(d) != decoder) {
+            return refuse("decoder", &kind_of(found), decoder);
         }
         if let Some(dropout) = self.model.dropout.filter(|&d| d != 0.0) {
             return refuse("model.dropout", &dropout, "none or 0");
         }
-        if let Some(unk) = filled(&self.model.unk_token) {
+        if let Some(unk) = filled(&self.model.unk_token).filter(|_| !spaces) {
             return refuse("model.unk_token", &unk, "none (byte-level vocabularies have no unknown text)");
         }
         if let Some(prefix) = filled(&self.model.continuing_subword_prefix) {
@@ -187,8 +243,8 @@ impl File {
         if let Some(suffix) = filled(&self.model.end_of_word_suffix) {
             return refuse("model.end_of_word_suffix", &suffix, "none");
         }
-        if self.model.byte_fallback {
-            return refuse("model.byte_fallback", &true, "false");
+        if spaces && self.model.ignore_merges {
+            return refuse("model.ignore_merges", &true, "false beside byte_fallback");
         }
         Ok(())
     }
@@ -199,6 +255,15 @@ impl Added {
         let Added { id, content, special, lstrip, rstrip, single_word } = self;
         AddedToken { id, content, control: special, lstrip, rstrip, single_word }
     }
+}
+
+fn refuse(field: &str, found: &dyn fmt::Display, supported: &str) -> TokenizerError {
+    TokenizerError::unsupported(&format!("tokenizer.json: {field}"), found, supported)
+}
+
+/// Whether a step's pattern is one space.
+fn is_space(step: &Value) -> bool {
+    step.pointer("/pattern/String").and_then(Value::as_str) == Some(" ")
 }
 
 fn kind_of(part: &Value) -> String {
@@ -213,7 +278,7 @@ fn flag(part: &Value, name: &str, default: bool) -> bool {
 fn split_of(pre: Option<&Value>) -> Result<Split, TokenizerError> {
     let refuse = |found: String| {
         let supported = "ByteLevel; Sequence[Digits(individual), ByteLevel]; Sequence[Split(the published pattern of GPT-2, \
-                         Llama 3 or Qwen 2), ByteLevel]; each with add_prefix_space = false";
+                         Llama 3, Qwen 2 or GPT-4o), ByteLevel]; each with add_prefix_space = false";
         TokenizerError::unsupported("tokenizer.json: pre_tokenizer", found, supported)
     };
     let pre = pre.filter(|p| !p.is_null()).ok_or_else(|| refuse("none".into()))?;

@@ -1,4 +1,5 @@
-//! Text to token ids and back: byte-level BPE from tokenizer.json or GGUF metadata, and a built-in tokenizer of plain bytes.
+//! Text to token ids and back: byte-level BPE and SentencePiece's BPE from tokenizer.json or GGUF metadata, and a built-in tokenizer of
+//! plain bytes.
 //!
 //! A user's text never becomes a control token: only [`Tokenizer::encode_with_specials`], meant for text that a chat template
 //! wrote, recognises them. Vocabularies of other kinds (unigram, word piece) are refused by name.
@@ -12,6 +13,7 @@ mod gguf;
 mod guard;
 mod json;
 mod pieces;
+mod spaces;
 mod split;
 
 use std::sync::Arc;
@@ -26,6 +28,7 @@ pub use json::TokenizerJson;
 
 use added::{AddedTokens, Segment};
 use pieces::{Kind, Pieces};
+use spaces::Spaces;
 use split::Split;
 
 /// Why a tokenizer could not be built or a text not encoded.
@@ -82,18 +85,21 @@ pub struct SpecialIds {
     pub pad: Option<u32>,
 }
 
-/// How words become ids.
-struct Merger {
-    split: Split,
-    bpe: BPE,
+/// How text becomes ids.
+enum Merger {
+    /// A byte's id is its value.
+    Bytes,
+    /// Words of a pattern, spelled in the byte-level alphabet.
+    ByteLevel { split: Split, bpe: Box<BPE> },
+    /// SentencePiece.
+    Spaces(Box<Spaces>),
 }
 
 /// A tokenizer. Cheap to share by reference between threads; encoding allocates, decoding is a table walk.
 pub struct Tokenizer {
     pieces: Arc<Pieces>,
     added: AddedTokens,
-    /// None: a byte's id is its value.
-    merger: Option<Merger>,
+    merger: Merger,
     special: SpecialIds,
     /// Control tokens written before a text when asked for (usually BOS alone, or nothing).
     prefix: Vec<u32>,
@@ -103,7 +109,7 @@ pub struct Tokenizer {
 
 impl Tokenizer {
     /// Ids of a user's text. Control tokens spelled in it stay text. With `add_special`, the model's own begin (and end) tokens
-    /// are put around it. Bytes that the vocabulary has no token for ([`Self::missing_bytes`]) are left out, as the reference
+    /// are put around it. A SentencePiece vocabulary may put a space before the text, which decoding keeps. Bytes that the vocabulary has no token for ([`Self::missing_bytes`]) are left out, as the reference
     /// implementations do.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TokenizerError> {
         let ids = self.encode_plain(text)?;
@@ -161,8 +167,9 @@ impl Tokenizer {
             return Some(id);
         }
         match &self.merger {
-            Some(merger) => merger.bpe.token_to_id(token),
-            None => byte_map::bytes_of(token).filter(|b| b.len() == 1).map(|b| b[0] as u32),
+            Merger::ByteLevel { bpe, .. } => bpe.token_to_id(token),
+            Merger::Spaces(spaces) => spaces.id_of(token),
+            Merger::Bytes => byte_map::bytes_of(token).filter(|b| b.len() == 1).map(|b| b[0] as u32),
         }
     }
 
@@ -179,10 +186,11 @@ impl Tokenizer {
     /// Bytes that no token holds; a text loses them when encoded.
     pub fn missing_bytes(&self) -> Vec<u8> {
         match &self.merger {
-            Some(merger) => (0..=255u8)
-                .filter(|&b| merger.bpe.token_to_id(byte_map::char_of(b).encode_utf8(&mut [0; 4])).is_none())
+            Merger::ByteLevel { bpe, .. } => (0..=255u8)
+                .filter(|&b| bpe.token_to_id(byte_map::char_of(b).encode_utf8(&mut [0; 4])).is_none())
                 .collect(),
-            None => Vec::new(),
+            Merger::Spaces(spaces) => spaces.missing_bytes(),
+            Merger::Bytes => Vec::new(),
         }
     }
 
@@ -206,31 +214,51 @@ impl Tokenizer {
         guard: Option<&Guard>,
     ) -> Result<Vec<u32>, TokenizerError> {
         let mut ids = Vec::with_capacity(text.len() / 3);
-        self.added.for_each(text, control, |segment| match segment {
-            Segment::Token(id) => {
-                ids.push(id);
-                Ok(())
+        let mut first = true;
+        self.added.for_each(text, control, |segment| {
+            match segment {
+                Segment::Token(id) => ids.push(id),
+                Segment::Text(part) => match guard {
+                    Some(guard) => self.encode_text(&guard.reveal(part), first, &mut ids)?,
+                    None => self.encode_text(part, first, &mut ids)?,
+                },
             }
-            Segment::Text(part) => match guard {
-                Some(guard) => self.encode_text(&guard.reveal(part), &mut ids),
-                None => self.encode_text(part, &mut ids),
-            },
+            first = false;
+            Ok(())
         })?;
         Ok(ids)
     }
 
-    fn encode_text(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), TokenizerError> {
-        let Some(merger) = &self.merger else {
-            ids.extend(text.bytes().map(u32::from));
-            return Ok(());
-        };
-        let mut visible = String::new();
-        merger.split.for_each(text, |word| {
-            byte_map::write_visible(word, &mut visible);
-            let tokens = merger.bpe.tokenize(&visible).map_err(|e| TokenizerError::Encode(e.to_string()))?;
-            ids.extend(tokens.iter().map(|t| t.id));
-            Ok(())
-        })
+    /// `first`: nothing stands before the text.
+    fn encode_text(&self, text: &str, first: bool, ids: &mut Vec<u32>) -> Result<(), TokenizerError> {
+        match &self.merger {
+            Merger::Bytes => {
+                ids.extend(text.bytes().map(u32::from));
+                Ok(())
+            }
+            Merger::Spaces(spaces) => spaces.encode(text, first, ids),
+            Merger::ByteLevel { split, bpe } => {
+                let mut visible = String::new();
+                split.for_each(text, |word| {
+                    byte_map::write_visible(word, &mut visible);
+                    let tokens = bpe.tokenize(&visible).map_err(|e| TokenizerError::Encode(e.to_string()))?;
+                    ids.extend(tokens.iter().map(|t| t.id));
+                    Ok(())
+                })
+            }
+        }
+    }
+
+    /// The kind of vocabulary, for people.
+    pub fn kind(&self) -> String {
+        match &self.merger {
+            Merger::Bytes => "bytes".into(),
+            Merger::ByteLevel { split, .. } => format!("byte-level BPE, {split:?} words"),
+            Merger::Spaces(spaces) => match spaces.merges {
+                spaces::Merges::Scores(_) => "SentencePiece BPE by scores".into(),
+                spaces::Merges::Ranks(_) => "SentencePiece BPE by ranks".into(),
+            },
+        }
     }
 }
 
@@ -238,7 +266,7 @@ impl std::fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Tokenizer")
             .field("vocab_size", &self.vocab_size())
-            .field("split", &self.merger.as_ref().map(|m| m.split))
+            .field("kind", &self.kind())
             .field("special", &self.special)
             .finish_non_exhaustive()
     }

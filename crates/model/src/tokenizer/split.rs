@@ -19,6 +19,8 @@ pub(crate) enum Split {
     Llama3,
     /// Qwen 2: as Llama 3, every digit alone.
     Qwen2,
+    /// GPT-4o and gpt-oss: capitals begin a word, contractions end it.
+    Gpt4o,
 }
 
 /// The pattern of GPT-2 without its look-ahead branch, which [`words`] does by hand.
@@ -29,12 +31,16 @@ const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+";
 
+/// GPT-4o's, likewise.
+const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+";
+
 /// What the look-ahead branch looks like in a file, and what [`GPT2`] and its siblings hold in its place.
 const LOOK_AHEAD: (&str, &str) = (r"|\s+(?!\S)|\s+", r"|\s+");
 
 static GPT2_RE: LazyLock<Regex> = LazyLock::new(|| compiled(GPT2));
 static LLAMA3_RE: LazyLock<Regex> = LazyLock::new(|| compiled(LLAMA3));
 static QWEN2_RE: LazyLock<Regex> = LazyLock::new(|| compiled(QWEN2));
+static GPT4O_RE: LazyLock<Regex> = LazyLock::new(|| compiled(GPT4O));
 
 fn compiled(pattern: &str) -> Regex {
     Regex::new(pattern).expect("a pattern written in this file compiles")
@@ -42,23 +48,24 @@ fn compiled(pattern: &str) -> Regex {
 
 impl Split {
     /// Names accepted in a GGUF file's `tokenizer.ggml.pre`, for the message of a refusal.
-    pub(crate) const GGUF_NAMES: &'static str =
-        "smollm, starcoder, refact, codeshell, llama-bpe, llama3, llama-v3, gpt-2, default, qwen2";
+    pub(crate) const GGUF_NAMES: &'static str = "smollm, starcoder, refact, codeshell, llama-bpe, llama3, llama-v3, smaug-bpe, gpt-2, default, qwen2, deepseek-r1-qwen, gpt-4o";
 
     /// The kind a GGUF file names; a file without a name means `default`.
     pub(crate) fn from_gguf(pre: Option<&str>) -> Option<Split> {
         match pre.unwrap_or("default") {
             "smollm" | "starcoder" | "refact" | "codeshell" => Some(Split::DigitsGpt2),
-            "llama-bpe" | "llama3" | "llama-v3" => Some(Split::Llama3),
+            "llama-bpe" | "llama3" | "llama-v3" | "smaug-bpe" => Some(Split::Llama3),
             "gpt-2" | "default" => Some(Split::Gpt2),
-            "qwen2" => Some(Split::Qwen2),
+            "qwen2" | "deepseek-r1-qwen" => Some(Split::Qwen2),
+            "gpt-4o" => Some(Split::Gpt4o),
             _ => None,
         }
     }
 
     /// The kind whose published pattern is `pattern`, as a tokenizer.json spells it.
     pub(crate) fn from_pattern(pattern: &str) -> Option<Split> {
-        let kinds = [(GPT2, Split::Gpt2), (LLAMA3, Split::Llama3), (QWEN2, Split::Qwen2)];
+        let kinds =
+            [(GPT2, Split::Gpt2), (LLAMA3, Split::Llama3), (QWEN2, Split::Qwen2), (GPT4O, Split::Gpt4o)];
         let by_hand = pattern.strip_suffix(LOOK_AHEAD.0).map(|head| format!("{head}{}", LOOK_AHEAD.1))?;
         kinds.into_iter().find(|(known, _)| *known == by_hand).map(|(_, kind)| kind)
     }
@@ -73,6 +80,7 @@ impl Split {
             Split::Gpt2 => words(&GPT2_RE, false, text, &mut word),
             Split::Llama3 => words(&LLAMA3_RE, true, text, &mut word),
             Split::Qwen2 => words(&QWEN2_RE, true, text, &mut word),
+            Split::Gpt4o => words(&GPT4O_RE, true, text, &mut word),
             Split::DigitsGpt2 => {
                 let mut start = 0;
                 for (at, digit) in text.char_indices().filter(|(_, c)| c.is_numeric()) {
@@ -145,6 +153,7 @@ mod tests {
 
     static THEIR_LLAMA3: LazyLock<HfSplit> = LazyLock::new(|| published(LLAMA3));
     static THEIR_QWEN2: LazyLock<HfSplit> = LazyLock::new(|| published(QWEN2));
+    static THEIR_GPT4O: LazyLock<HfSplit> = LazyLock::new(|| published(GPT4O));
 
     /// The same cut by the backtracking engine of the `tokenizers` crate.
     fn theirs(kind: Split, text: &str) -> Vec<String> {
@@ -157,6 +166,7 @@ mod tests {
             Split::Gpt2 => ByteLevel::new(false, true, true).pre_tokenize(&mut pre).unwrap(),
             Split::Llama3 => THEIR_LLAMA3.pre_tokenize(&mut pre).unwrap(),
             Split::Qwen2 => THEIR_QWEN2.pre_tokenize(&mut pre).unwrap(),
+            Split::Gpt4o => THEIR_GPT4O.pre_tokenize(&mut pre).unwrap(),
         }
         pre.get_splits(OffsetReferential::Original, OffsetType::Byte)
             .into_iter()
@@ -164,12 +174,12 @@ mod tests {
             .collect()
     }
 
-    const KINDS: [Split; 4] = [Split::Gpt2, Split::DigitsGpt2, Split::Llama3, Split::Qwen2];
+    const KINDS: [Split; 5] = [Split::Gpt2, Split::DigitsGpt2, Split::Llama3, Split::Qwen2, Split::Gpt4o];
 
     proptest! {
         #[test]
         fn words_are_those_of_the_published_patterns(
-            text in "([ \\t\\n\\r\u{a0}\u{3000}]{0,4}('(s|T|re|LL|x)|[a-cé中]{0,3}|[0-9½²]{0,4}|[!?_—🎉]{0,2})){0,8}[ \\n]{0,3}"
+            text in "([ \\t\\n\\r\u{a0}\u{3000}]{0,4}('(s|T|re|LL|x)|[a-cA-BéÉ中\u{301}]{0,4}|[0-9½²]{0,4}|[!?_—🎉]{0,2})){0,8}[ \\n]{0,3}"
         ) {
             for kind in KINDS {
                 prop_assert_eq!(ours(kind, &text), theirs(kind, &text), "{:?} on {:?}", kind, &text);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use suanpan_base::{Buf, DType};
-use suanpan_cache::KvStorage;
+use suanpan_cache::{KvStorage, LayerSet};
 use suanpan_model::Model;
 use suanpan_model::forward::{ExecOptions, Executor, LogitRows, MAX_LOGIT_ROWS, StepBatch, StepSeq};
 use suanpan_ops::Precision;
@@ -14,6 +14,8 @@ pub fn options() -> ExecOptions {
     ExecOptions {
         precision: Precision::F32,
         kv_dtype: DType::F32,
+        kv_spared: LayerSet::NONE,
+        batch_invariant: false,
         threads: 2,
         max_tokens: 128,
         max_seqs: 8,

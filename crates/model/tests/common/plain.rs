@@ -4,8 +4,8 @@
 
 use half::bf16;
 use suanpan_base::{Mask, SeqLen};
-use suanpan_model::{Model, Tensor, rope};
-use suanpan_ops::RopeStyle;
+use suanpan_model::{Gated, Linear, Mlp, Model, rope};
+use suanpan_ops::{Activation, RopeStyle};
 
 /// The arithmetic that both precisions need.
 pub trait Real:
@@ -38,16 +38,22 @@ impl Real for f32 {
 pub struct Setting {
     /// Position of the first token.
     pub start: usize,
+    /// The longest sequence, by which some rotary scalings choose.
+    pub length: usize,
     /// All-zero keys and values that stand before the first token in every layer.
     pub zero_keys: usize,
     /// Keys and values are rounded to bf16, as a bf16 cache does.
     pub bf16_kv: bool,
 }
 
-fn matvec<R: Real>(w: &Tensor, x: &[R]) -> Vec<R> {
-    let (w, cols) = (w.to_f32(), x.len());
+fn matvec<R: Real>(l: &Linear, x: &[R]) -> Vec<R> {
+    let (w, cols) = (l.weight.to_f32(), x.len());
+    let bias = |i: usize| R::of(l.bias.as_ref().map_or(0.0, |b| f64::from(b[i])));
     w.chunks_exact(cols)
-        .map(|row| row.iter().zip(x).fold(R::of(0.0), |s, (&w, &x)| s + R::of(f64::from(w)) * x))
+        .enumerate()
+        .map(|(i, row)| {
+            row.iter().zip(x).fold(R::of(0.0), |s, (&w, &x)| s + R::of(f64::from(w)) * x) + bias(i)
+        })
         .collect()
 }
 
@@ -58,21 +64,29 @@ fn norm<R: Real>(x: &[R], w: &[f32], eps: f32) -> Vec<R> {
     x.iter().zip(w).map(|(&x, &w)| x * inv * R::of(f64::from(w))).collect()
 }
 
-fn rotate<R: Real>(x: &mut [R], head_dim: usize, position: usize, freq: &[f64], style: RopeStyle) {
+fn rotate<R: Real>(x: &mut [R], head_dim: usize, position: usize, table: &(Vec<f64>, R), style: RopeStyle) {
+    let (freq, factor) = table;
     for head in x.chunks_exact_mut(head_dim) {
         for (i, f) in freq.iter().enumerate() {
             let (a, b) = match style {
-                RopeStyle::Half => (i, i + head_dim / 2),
+                RopeStyle::Half => (i, i + freq.len()),
                 RopeStyle::Interleaved => (2 * i, 2 * i + 1),
             };
             let (sin, cos) = (position as f64 * f).sin_cos();
-            let (sin, cos, minus) = (R::of(sin), R::of(cos), R::of(-sin));
+            let (sin, cos, minus) = (*factor * R::of(sin), *factor * R::of(cos), *factor * R::of(-sin));
             (head[a], head[b]) = (head[a] * cos + head[b] * minus, head[a] * sin + head[b] * cos);
         }
     }
 }
 
-fn attend<R: Real>(model: &Model, mask: Mask, q: &[Vec<R>], k: &[Vec<R>], v: &[Vec<R>]) -> Vec<Vec<R>> {
+fn attend<R: Real>(
+    model: &Model,
+    sinks: Option<&[f32]>,
+    mask: Mask,
+    q: &[Vec<R>],
+    k: &[Vec<R>],
+    v: &[Vec<R>],
+) -> Vec<Vec<R>> {
     let heads = model.config.heads;
     let (dq, dv) = (heads.head_dim_qk, heads.head_dim_v);
     let scale = R::of(f64::from(model.config.softmax_scale.unwrap_or(heads.default_scale())));
@@ -84,17 +98,24 @@ fn attend<R: Real>(model: &Model, mask: Mask, q: &[Vec<R>], k: &[Vec<R>], v: &[V
             .keys()
             .map(|p| {
                 let pairs = q[i][h * dq..][..dq].iter().zip(&k[p][g * dq..][..dq]);
-                scale * pairs.fold(R::of(0.0), |s, (&a, &b)| s + a * b)
+                let score = scale * pairs.fold(R::of(0.0), |s, (&a, &b)| s + a * b);
+                model.config.attn_softcap.map_or(score, |cap| softcap(score, cap))
             })
             .collect();
-        let max = scores.iter().map(|s| s.to()).fold(f64::NEG_INFINITY, f64::max);
+        let sink = sinks.map_or(f64::NEG_INFINITY, |s| f64::from(s[h]));
+        let max = scores.iter().map(|s| s.to()).fold(sink, f64::max);
         let weights: Vec<R> = scores.iter().map(|s| R::of((s.to() - max).exp())).collect();
-        let sum = weights.iter().fold(R::of(0.0), |s, &w| s + w);
+        let sum = weights.iter().fold(R::of((sink - max).exp()), |s, &w| s + w);
         (0..dv)
             .map(|d| seen.keys().zip(&weights).fold(R::of(0.0), |s, (p, &w)| s + w * v[p][g * dv + d]) / sum)
             .collect::<Vec<R>>()
     };
     (0..q.len()).map(|i| (0..heads.num_q_heads).flat_map(|h| row(i, h)).collect()).collect()
+}
+
+fn softcap<R: Real>(x: R, cap: f32) -> R {
+    let cap = f64::from(cap);
+    R::of(cap * (x.to() / cap).tanh())
 }
 
 fn add<R: Real>(x: &mut [R], y: &[R]) {
@@ -103,13 +124,59 @@ fn add<R: Real>(x: &mut [R], y: &[R]) {
     }
 }
 
+fn gated<R: Real>(activation: Activation, mlp: &Gated, h: &[R]) -> Vec<R> {
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    let one = |(&g, &u): (&R, &R)| match activation {
+        Activation::Silu => g * R::of(sigmoid(g.to())) * u,
+        Activation::GeluTanh => {
+            let z = 2.0 * (2.0 / std::f64::consts::PI).sqrt() * (g.to() + 0.044715 * g.to().powi(3));
+            g * R::of(sigmoid(z)) * u
+        }
+        Activation::ClampedSwiglu { alpha, limit } => {
+            let limit = f64::from(limit);
+            let (g, u) = (g.to().min(limit), u.to().clamp(-limit, limit));
+            R::of(g * sigmoid(f64::from(alpha) * g)) * (R::of(u) + R::of(1.0))
+        }
+    };
+    let (gate, up) = (matvec(&mlp.gate, h), matvec(&mlp.up, h));
+    matvec(&mlp.down, &gate.iter().zip(&up).map(one).collect::<Vec<_>>())
+}
+
+fn mlp<R: Real>(model: &Model, mlp: &Mlp, h: &[R]) -> Vec<R> {
+    let activation = model.config.family.activation;
+    let (router, experts) = match mlp {
+        Mlp::Dense(one) => return gated(activation, one, h),
+        Mlp::Experts { router, experts } => (router, experts),
+    };
+    let logits: Vec<f64> = matvec(router, h).into_iter().map(Real::to).collect();
+    let mut order: Vec<usize> = (0..experts.len()).collect();
+    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+    order.truncate(model.config.experts.unwrap().per_token);
+    let sum: f64 = order.iter().map(|&e| logits[e].exp()).sum();
+    let mut out = vec![R::of(0.0); model.config.hidden_size];
+    for e in order {
+        let weight = R::of(logits[e].exp() / sum);
+        let one = gated(activation, &experts[e], h);
+        add(&mut out, &one.into_iter().map(|x| weight * x).collect::<Vec<_>>());
+    }
+    out
+}
+
 /// All positions' logits, `[tokens, vocab]` flat, widened to f64.
 pub fn logits<R: Real>(model: &Model, tokens: &[u32], set: Setting) -> Vec<f64> {
     let (c, w) = (&model.config, &model.weights);
-    let freq = rope::inv_freq(&c.rope, c.heads.head_dim_qk);
+    let tables: Vec<(Vec<f64>, R)> = c
+        .ropes
+        .iter()
+        .map(|r| (rope::inv_freq(r, c.rotary_dim, set.length), R::of(r.attention_factor)))
+        .collect();
+    let embed_scale = R::of(if c.family.scaled_embedding { (c.hidden_size as f64).sqrt() } else { 1.0 });
     let embed = w.embed.to_f32();
-    let row =
-        |t: u32| embed[t as usize * c.hidden_size..][..c.hidden_size].iter().map(|&x| R::of(f64::from(x)));
+    let row = |t: u32| {
+        embed[t as usize * c.hidden_size..][..c.hidden_size]
+            .iter()
+            .map(|&x| embed_scale * R::of(f64::from(x)))
+    };
     let mut x: Vec<Vec<R>> = tokens.iter().map(|&t| row(t).collect()).collect();
     let store = |y: Vec<R>| -> Vec<R> {
         if !set.bf16_kv {
@@ -125,28 +192,36 @@ pub fn logits<R: Real>(model: &Model, tokens: &[u32], set: Setting) -> Vec<f64> 
         for (i, x) in x.iter().enumerate() {
             let h = norm(x, &layer.attn_norm, c.rms_norm_eps);
             let (mut qi, mut ki) = (matvec(&layer.q, &h), matvec(&layer.k, &h));
-            if config.rope {
-                rotate(&mut qi, c.heads.head_dim_qk, set.start + i, &freq, c.rope_style);
-                rotate(&mut ki, c.heads.head_dim_qk, set.start + i, &freq, c.rope_style);
+            if let Some([q_norm, k_norm]) = &layer.qk_norms {
+                let heads =
+                    |x: &[R], w: &[f32]| x.chunks(w.len()).flat_map(|h| norm(h, w, c.rms_norm_eps)).collect();
+                (qi, ki) = (heads(&qi, q_norm), heads(&ki, k_norm));
+            }
+            if let Some(r) = config.rope {
+                rotate(&mut qi, c.heads.head_dim_qk, set.start + i, &tables[r], c.rope_style);
+                rotate(&mut ki, c.heads.head_dim_qk, set.start + i, &tables[r], c.rope_style);
             }
             q.push(qi);
             k.push(store(ki));
             v.push(store(matvec(&layer.v, &h)));
         }
         let mask = config.window.map_or(Mask::CAUSAL, Mask::window);
-        let o = attend(model, mask, &q, &k, &v);
+        let o = attend(model, layer.sinks.as_deref(), mask, &q, &k, &v);
+        let after = |y: Vec<R>, w: &Option<Vec<f32>>| match w {
+            Some(w) => norm(&y, w, c.rms_norm_eps),
+            None => y,
+        };
         for (x, o) in x.iter_mut().zip(&o) {
-            add(x, &matvec(&layer.o, o));
+            add(x, &after(matvec(&layer.o, o), &layer.post_attn_norm));
             let Some(ffn) = &layer.ffn else { continue };
             let h = norm(x, &ffn.norm, c.rms_norm_eps);
-            let (gate, up) = (matvec(&ffn.gate, &h), matvec(&ffn.up, &h));
-            let silu = |g: R| g / R::of(1.0 + (-g.to()).exp());
-            let act: Vec<R> = gate.iter().zip(&up).map(|(&g, &u)| silu(g) * u).collect();
-            add(x, &matvec(&ffn.down, &act));
+            add(x, &after(mlp(model, &ffn.mlp, &h), &ffn.post_norm));
         }
     }
-    let last = |x: &Vec<R>| matvec(&w.lm_head, &norm(x, &w.final_norm, c.rms_norm_eps));
-    x.iter().flat_map(|x| last(x).into_iter().map(Real::to)).collect()
+    let head = Linear::from(w.lm_head.clone());
+    let last = |x: &Vec<R>| matvec(&head, &norm(x, &w.final_norm, c.rms_norm_eps));
+    let cap = |x: R| c.logit_softcap.map_or(x, |cap| softcap(x, cap));
+    x.iter().flat_map(|x| last(x).into_iter().map(|x| cap(x).to())).collect()
 }
 
 /// What a stack may differ from the oracle: twice what plain arithmetic in f32 differs, plus one rounding of the largest logit.

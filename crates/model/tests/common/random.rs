@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use suanpan_base::HeadShape;
 use suanpan_model::{
-    Ffn, LayerConfig, LayerWeights, Model, ModelConfig, RopeConfig, Tensor, Tokenizer, Weights,
+    Biases, Ffn, Gated, LayerConfig, LayerWeights, Linear, Mlp, Model, ModelConfig, RopeConfig, Tensor,
+    Tokenizer, Weights, family,
 };
 use suanpan_ops::RopeStyle;
 
@@ -44,18 +45,25 @@ pub fn config() -> ModelConfig {
     ModelConfig {
         name: "tiny".into(),
         architecture: "test".into(),
+        family: &family::LLAMA,
         vocab_size: 96,
         hidden_size: 48,
         intermediate_size: 80,
+        experts: None,
         heads: HeadShape::new(4, 2, 16),
         softmax_scale: None,
+        attn_softcap: None,
+        logit_softcap: None,
+        fp8_block: None,
+        biases: Biases::default(),
         rms_norm_eps: 1e-5,
-        rope: RopeConfig::plain(10_000.0),
+        ropes: vec![RopeConfig::plain(10_000.0)],
+        rotary_dim: 16,
         rope_style: RopeStyle::Half,
         layers: vec![
-            LayerConfig { window: None, rope: true },
-            LayerConfig { window: Some(5), rope: true },
-            LayerConfig { window: None, rope: false },
+            LayerConfig { window: None, rope: Some(0) },
+            LayerConfig { window: Some(5), rope: Some(0) },
+            LayerConfig { window: None, rope: None },
         ],
         max_position_embeddings: 1 << 20,
         bos_token_id: None,
@@ -77,17 +85,24 @@ pub fn model(config: ModelConfig, seed: u64) -> Arc<Model> {
     };
     let embed = matrix(config.vocab_size, hidden);
     let lm_head = matrix(config.vocab_size, hidden);
+    let mut linear = |rows: usize, cols: usize| Linear::from(matrix(rows, cols));
     let layers = config.layers.iter().map(|_| LayerWeights {
         attn_norm: norm(hidden, seed),
-        q: matrix(heads.num_q_heads * heads.head_dim_qk, hidden),
-        k: matrix(heads.num_kv_heads * heads.head_dim_qk, hidden),
-        v: matrix(heads.num_kv_heads * heads.head_dim_v, hidden),
-        o: matrix(hidden, heads.num_q_heads * heads.head_dim_v),
+        q: linear(heads.num_q_heads * heads.head_dim_qk, hidden),
+        k: linear(heads.num_kv_heads * heads.head_dim_qk, hidden),
+        v: linear(heads.num_kv_heads * heads.head_dim_v, hidden),
+        o: linear(hidden, heads.num_q_heads * heads.head_dim_v),
+        qk_norms: None,
+        sinks: None,
+        post_attn_norm: None,
         ffn: (inter > 0).then(|| Ffn {
             norm: norm(hidden, seed + 1),
-            gate: matrix(inter, hidden),
-            up: matrix(inter, hidden),
-            down: matrix(hidden, inter),
+            post_norm: None,
+            mlp: Mlp::Dense(Box::new(Gated {
+                gate: linear(inter, hidden),
+                up: linear(inter, hidden),
+                down: linear(hidden, inter),
+            })),
         }),
     });
     let weights = Weights { layers: layers.collect(), embed, lm_head, final_norm: norm(hidden, seed + 2) };

@@ -34,7 +34,7 @@ fn a_llama_config_is_read() {
     let c = read(&base()).unwrap();
     assert_eq!((c.heads.num_q_heads, c.heads.num_kv_heads, c.heads.head_dim_qk), (32, 8, 64));
     assert_eq!((c.bos_token_id, c.eos_token_ids.as_slice()), (Some(128000), &[128001, 128008, 128009][..]));
-    assert_eq!((c.rope.theta, c.softmax_scale, c.layers.len()), (500_000.0, None, 2));
+    assert_eq!((c.ropes[0].theta, c.softmax_scale, c.layers.len()), (500_000.0, None, 2));
     assert_eq!(read(&with("num_key_value_heads", Value::Null)).unwrap().heads.num_kv_heads, 32);
     assert_eq!(read(&with("head_dim", json!(128))).unwrap().heads.head_dim_qk, 128);
     assert_eq!(read(&with("eos_token_id", json!(7))).unwrap().eos_token_ids, [7]);
@@ -46,7 +46,7 @@ fn llama3_scaling_is_honoured_under_the_key_rope_type_and_the_older_type() {
         let scaling = json!({key: "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192});
         let c = read(&with("rope_scaling", scaling)).unwrap();
-        let f = rope::inv_freq(&c.rope, 64);
+        let f = rope::inv_freq(&c.ropes[0], 64, 131_072);
         let expected = [
             (14, 3.21145e-3),
             (15, 1.29055e-3),
@@ -67,50 +67,95 @@ fn llama3_scaling_is_honoured_under_the_key_rope_type_and_the_older_type() {
     );
     json.as_object_mut().unwrap().remove("rope_theta");
     let c = read(&json).unwrap();
-    assert!((rope::inv_freq(&c.rope, 64)[31] / 9.41833e-8 - 1.0).abs() < 3e-6);
+    assert!((rope::inv_freq(&c.ropes[0], 64, 131_072)[31] / 9.41833e-8 - 1.0).abs() < 3e-6);
 }
 
 #[test]
 fn an_unknown_rope_type_is_refused_with_the_list() {
-    for kind in ["yarn", "linear", "dynamic", "longrope", "su"] {
+    for kind in ["ntk", "mrope", "proportional", ""] {
         let (field, message) = refused(&with("rope_scaling", json!({"rope_type": kind, "factor": 2.0})));
         assert_eq!(field, "rope_scaling.rope_type");
-        assert!(message.contains(kind) && message.contains("default, llama3"), "{message}");
+        assert!(message.contains(kind) && message.contains("default, linear, dynamic"), "{message}");
     }
     assert_eq!(refused(&with("rope_scaling", json!({"factor": 2.0}))).0, "rope_scaling.rope_type");
-    assert_eq!(
-        refused(&with("rope_scaling", json!({"rope_type": "llama3", "factor": 8.0}))).0,
-        "rope_scaling.low_freq_factor"
-    );
+    for (kind, field) in [
+        ("llama3", "low_freq_factor"),
+        ("linear", "factor"),
+        ("dynamic", "factor"),
+        ("longrope", "short_factor"),
+        ("su", "short_factor"),
+    ] {
+        let factor = if field == "factor" { Value::Null } else { json!(8.0) };
+        let scaling = json!({"type": kind, "factor": factor});
+        assert_eq!(refused(&with("rope_scaling", scaling)).0, format!("rope_scaling.{field}"));
+    }
     assert_eq!(refused(&with("rope_scaling", json!("llama3"))).0, "rope_scaling");
     // One set for each kind of layer is another family's way.
     let nested =
         json!({"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}});
-    assert_eq!(refused(&with("rope_parameters", nested)).0, "rope_parameters.rope_type");
-    let partial = json!({"rope_type": "default", "partial_rotary_factor": 0.5});
-    assert_eq!(refused(&with("rope_parameters", partial)).0, "rope_parameters.partial_rotary_factor");
+    assert_eq!(refused(&with("rope_parameters", nested)).0, "rope_parameters");
     assert!(read(&with("rope_scaling", json!({"rope_type": "default"}))).is_ok());
     assert!(read(&with("rope_scaling", Value::Null)).is_ok());
     assert_eq!(refused(&with("rope_theta", json!(0))).0, "rope_theta");
 }
 
 #[test]
+fn numbers_that_give_no_rotary_positions_are_refused_by_name() {
+    for (scaling, field) in [
+        (json!({"type": "linear", "factor": 0.0}), "factor"),
+        (json!({"type": "dynamic", "factor": 0.5}), "factor"),
+        (json!({"type": "yarn", "factor": 4.0, "beta_fast": 1.0, "beta_slow": 2.0}), "beta_fast"),
+        (json!({"type": "yarn", "factor": 4.0, "attention_factor": -1.0}), "attention_factor"),
+        (json!({"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}), "short_factor"),
+        (
+            json!({"type": "longrope", "short_factor": vec![1.0; 32], "long_factor": vec![0.0; 32]}),
+            "long_factor",
+        ),
+    ] {
+        assert_eq!(refused(&with("rope_scaling", scaling)).0, field);
+    }
+    for share in [0.0, -0.5, 1.5, 0.01] {
+        assert_eq!(refused(&with("partial_rotary_factor", json!(share))).0, "partial_rotary_factor");
+    }
+    assert_eq!(read(&with("partial_rotary_factor", json!(0.5))).unwrap().rotary_dim, 32);
+    let inside = json!({"rope_type": "default", "partial_rotary_factor": 0.75});
+    assert_eq!(read(&with("rope_parameters", inside)).unwrap().rotary_dim, 48);
+}
+
+#[test]
+fn the_context_is_the_native_one_and_the_extended_one() {
+    let context = |scaling: Value| {
+        let mut json = with("rope_scaling", scaling);
+        json["max_position_embeddings"] = json!(4096);
+        let c = read(&json).unwrap();
+        (c.native_len(), c.max_position_embeddings)
+    };
+    assert_eq!(context(Value::Null), (4096, 4096));
+    assert_eq!(context(json!({"type": "dynamic", "factor": 6.0})), (4096, 24_576));
+    assert_eq!(context(json!({"type": "yarn", "factor": 16.0})), (4096, 65_536));
+    let yarn = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024});
+    assert_eq!(context(yarn), (1024, 4096));
+    // A claim that may be either: the smaller one is taken.
+    assert_eq!(context(json!({"type": "linear", "factor": 4.0})), (4096, 4096));
+}
+
+#[test]
 fn features_that_would_change_the_numbers_are_refused_by_name() {
     for (key, on) in [
-        ("attention_bias", json!(true)),
-        ("mlp_bias", json!(true)),
         ("quantization_config", json!({"quant_method": "gptq"})),
-        ("partial_rotary_factor", json!(0.5)),
+        ("quantization_config", json!({"quant_method": "mxfp4"})),
         ("attention_multiplier", json!(0.1)),
         ("embedding_multiplier", json!(12.0)),
         ("residual_multiplier", json!(0.2)),
         ("logits_scaling", json!(8.0)),
         ("final_logit_softcapping", json!(30.0)),
+        ("query_pre_attn_scalar", json!(256)),
         ("num_local_experts", json!(8)),
         ("no_rope_layers", json!([1, 0])),
         ("hidden_act", json!("gelu")),
         ("model_type", json!("gemma3")),
         ("architectures", json!(["LlamaForSequenceClassification"])),
+        ("architectures", json!(["MistralForCausalLM"])),
         ("layer_types", json!(["full_attention", "chunked_attention"])),
         ("layer_types", json!(["full_attention"])),
     ] {
@@ -126,6 +171,21 @@ fn features_that_would_change_the_numbers_are_refused_by_name() {
     ] {
         assert!(read(&with(key, off)).is_ok(), "{key}");
     }
+    let biases = |key: &str| read(&with(key, json!(true))).unwrap().biases;
+    assert!(biases("attention_bias").qkv && biases("attention_bias").o && !biases("attention_bias").mlp);
+    assert!(biases("mlp_bias").mlp && !biases("mlp_bias").qkv);
+}
+
+#[test]
+fn a_window_of_a_family_that_asks_for_it_by_a_key_needs_the_key() {
+    let mut json = with("sliding_window", json!(16));
+    json["model_type"] = json!("qwen2");
+    json["architectures"] = json!(["Qwen2ForCausalLM"]);
+    json["max_window_layers"] = json!(1);
+    let windows = |json: &Value| -> Vec<_> { read(json).unwrap().layers.iter().map(|l| l.window).collect() };
+    assert_eq!(windows(&json), [None, None]);
+    json["use_sliding_window"] = json!(true);
+    assert_eq!(windows(&json), [None, Some(16)]);
 }
 
 #[test]
@@ -163,7 +223,7 @@ fn sizes_that_no_kernel_could_run_are_refused() {
         ("num_key_value_heads", json!(0), "num_kv_heads"),
         ("num_hidden_layers", json!(0), "num_hidden_layers"),
         ("num_hidden_layers", json!(1_000_000_000), "num_hidden_layers"),
-        ("head_dim", json!(63), "head_dim_qk"),
+        ("head_dim", json!(63), "rotary_dim"),
         ("head_dim", json!(0), "head_dim_qk"),
         ("vocab_size", json!(0), "vocab_size"),
         ("vocab_size", json!(1.5), "vocab_size"),

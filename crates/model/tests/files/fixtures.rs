@@ -1,7 +1,7 @@
 //! The committed models load, and both containers mean the same weights.
 
 use suanpan_base::DType;
-use suanpan_model::{LoadStage, Model, RopeScaling, Tensor, rope};
+use suanpan_model::{Ffn, LoadStage, Mlp, Model, RopeScaling, Tensor, rope};
 use suanpan_ops::RopeStyle;
 
 use super::{fixture, load_path};
@@ -42,7 +42,7 @@ fn sizes_come_from_the_file() {
     let c = &m.config;
     assert_eq!((c.hidden_size, c.intermediate_size, c.layers.len()), (64, 96, 2));
     assert_eq!((c.heads.num_q_heads, c.heads.num_kv_heads, c.heads.head_dim_qk), (4, 2, 16));
-    assert_eq!((c.max_position_embeddings, c.rms_norm_eps, c.rope.theta), (2048, 1e-5, 10_000.0));
+    assert_eq!((c.max_position_embeddings, c.rms_norm_eps, c.ropes[0].theta), (2048, 1e-5, 10_000.0));
     assert_eq!((c.architecture.as_str(), c.name.as_str()), ("llama", "tied-q4_1"));
     assert!(c.tie_word_embeddings && c.rope_style == RopeStyle::Interleaved);
     assert_eq!(m.kv_bytes_per_token(DType::Bf16), 2 * 2 * (16 + 16) * 2);
@@ -52,7 +52,7 @@ fn sizes_come_from_the_file() {
     assert_eq!(formats["Q4_1"].0, 14);
     assert_eq!(formats["Q8_0"], (1, 272 * 64 / 32 * 34));
     let wide = model("sharded");
-    assert_eq!((wide.config.heads.head_dim_qk, wide.weights.layers[0].q.rows()), (32, 128));
+    assert_eq!((wide.config.heads.head_dim_qk, wide.weights.layers[0].q.weight.rows()), (32, 128));
     assert_eq!(wide.config.eos_token_ids, [271, 269]);
     assert_eq!(wide.config.layers[0].window, None);
     assert!(model("window").config.layers.iter().all(|l| l.window == Some(8)));
@@ -81,7 +81,7 @@ fn rotary_pairs_of_q_and_k_are_neighbours_in_gguf_and_halves_in_safetensors() {
     assert_eq!(gguf.config.rope_style, RopeStyle::Interleaved);
     let d = folder.config.heads.head_dim_qk;
     for (a, b) in folder.weights.layers.iter().zip(&gguf.weights.layers) {
-        for (a, b, heads) in [(&a.q, &b.q, 4), (&a.k, &b.k, 2)] {
+        for (a, b, heads) in [(&a.q.weight, &b.q.weight, 4), (&a.k.weight, &b.k.weight, 2)] {
             for head in 0..heads {
                 for i in 0..d / 2 {
                     assert_eq!(row(a, d, head, i), row(b, d, head, 2 * i));
@@ -89,10 +89,14 @@ fn rotary_pairs_of_q_and_k_are_neighbours_in_gguf_and_halves_in_safetensors() {
                 }
             }
         }
-        assert_eq!(a.v.to_f32(), b.v.to_f32());
-        assert_eq!(a.o.to_f32(), b.o.to_f32());
+        assert_eq!(a.v.weight.to_f32(), b.v.weight.to_f32());
+        assert_eq!(a.o.weight.to_f32(), b.o.weight.to_f32());
         let (fa, fb) = (a.ffn.as_ref().unwrap(), b.ffn.as_ref().unwrap());
-        assert_eq!(fa.down.to_f32(), fb.down.to_f32());
+        let down = |ffn: &Ffn| match &ffn.mlp {
+            Mlp::Dense(gated) => gated.down.weight.to_f32(),
+            Mlp::Experts { .. } => panic!("a Llama has no experts"),
+        };
+        assert_eq!(down(fa), down(fb));
         assert_eq!((&a.attn_norm, &fa.norm), (&b.attn_norm, &fb.norm));
     }
     assert_eq!(folder.weights.lm_head.to_f32(), gguf.weights.lm_head.to_f32());
@@ -102,11 +106,11 @@ fn rotary_pairs_of_q_and_k_are_neighbours_in_gguf_and_halves_in_safetensors() {
 #[test]
 fn llama3_scaling_is_the_same_from_config_and_from_the_factor_tensor() {
     let (folder, gguf) = (model("llama3-rope").config, model("llama3-rope-f16.gguf").config);
-    assert!(matches!(folder.rope.scaling, RopeScaling::Llama3 { .. }));
-    assert!(matches!(gguf.rope.scaling, RopeScaling::Factors(_)));
-    let (a, b) = (rope::inv_freq(&folder.rope, 16), rope::inv_freq(&gguf.rope, 16));
+    assert!(matches!(folder.ropes[0].scaling, RopeScaling::Llama3 { .. }));
+    assert!(matches!(gguf.ropes[0].scaling, RopeScaling::Factors(_)));
+    let (a, b) = (rope::inv_freq(&folder.ropes[0], 16, 2048), rope::inv_freq(&gguf.ropes[0], 16, 2048));
     assert!(a.iter().zip(&b).all(|(a, b)| (a / b - 1.0).abs() < 1e-6), "{a:?} {b:?}");
-    let plain = rope::inv_freq(&suanpan_model::RopeConfig::plain(10_000.0), 16);
+    let plain = rope::inv_freq(&suanpan_model::RopeConfig::plain(10_000.0), 16, 2048);
     assert!((plain[7] / a[7] - 8.0).abs() < 1e-9 && plain[0] == a[0]);
 }
 

@@ -96,8 +96,8 @@ fn empty_and_repeated_names_are_refused() {
 
 #[test]
 fn unknown_tensor_types_are_refused_by_name() {
-    let message = refused(one_tensor(&[32], 6, 0).data(64), "tensor t type");
-    assert!(message.contains("Q5_0 (6)") && message.contains("Q4_K"), "{message}");
+    let message = refused(one_tensor(&[32], 9, 0).data(64), "tensor t type");
+    assert!(message.contains("Q8_1 (9)") && message.contains("Q4_K"), "{message}");
     let message = refused(one_tensor(&[32], 999, 0).data(64), "tensor t type");
     assert!(message.contains("unknown type (999)"), "{message}");
     refused(one_tensor(&[33], 2, 0).data(64), "tensor t dimension 0");
@@ -190,12 +190,12 @@ fn every_prefix_of_a_good_file_is_refused() {
 #[test]
 fn an_architecture_that_is_not_supported_is_refused_with_the_list() {
     let message = {
-        let file = GgufBytes::header(0, 1).key_string("general.architecture", "gemma3");
+        let file = GgufBytes::header(0, 1).key_string("general.architecture", "mamba");
         let e = refusal(&Scratch::new().write("x.gguf", &file.0));
         assert_eq!(e.field(), Some("metadata general.architecture"));
         e.to_string()
     };
-    assert!(message.contains("gemma3") && message.contains("llama"), "{message}");
+    assert!(message.contains("mamba") && message.contains("llama"), "{message}");
     let e = refusal(&Scratch::new().write("x.gguf", &GgufBytes::header(0, 0).0));
     assert_eq!(e.field(), Some("metadata general.architecture"));
 }
@@ -234,19 +234,28 @@ fn scaling_that_a_file_names_but_we_do_not_know_is_refused() {
     // Without its factors the model would run, and answer wrongly beyond short prompts.
     let gone = replace(&good, b"rope_freqs.weight", b"rope_freqz.weight");
     assert_eq!(refusal(&scratch.write("a.gguf", &gone)).field(), Some("tensor rope_freqz.weight"));
-    let yarn = yarn_copy(&good);
-    assert_eq!(refusal(&scratch.write("b.gguf", &yarn)).field(), Some("metadata llama.rope.scaling.type"));
+    for kind in ["ntk", "longrope", "yarn"] {
+        // Factors beside a formula contradict each other; LongRoPE without its two lists is not one.
+        let copy = copy_with(&good, GgufBytes(Vec::new()).key_string("llama.rope.scaling.type", kind));
+        let field = refusal(&scratch.write("b.gguf", &copy)).field().map(String::from);
+        assert_eq!(field.as_deref(), Some("metadata llama.rope.scaling.type"), "{kind}");
+    }
+    let plain = std::fs::read(fixture("tied-f16.gguf")).unwrap();
+    for kind in ["linear", "yarn"] {
+        let copy = copy_with(&plain, GgufBytes(Vec::new()).key_string("llama.rope.scaling.type", kind));
+        let field = refusal(&scratch.write("c.gguf", &copy)).field().map(String::from);
+        assert_eq!(field.as_deref(), Some("metadata llama.rope.scaling.factor"), "{kind}");
+    }
 }
 
 /// The file with one more metadata entry. Tensor offsets count from the aligned end of the header, so the data must be moved along.
-fn yarn_copy(good: &[u8]) -> Vec<u8> {
-    let entry = GgufBytes(Vec::new()).key_string("llama.rope.scaling.type", "yarn").0;
+fn copy_with(good: &[u8], entry: GgufBytes) -> Vec<u8> {
     let keys = u64::from_le_bytes(good[16..24].try_into().unwrap());
     let gguf = parse(good).unwrap();
     let start = gguf.tensor_names().map(|n| gguf.tensor_info(n).unwrap().bytes.start).min().unwrap();
     let mut out = good[..16].to_vec();
     out.extend((keys + 1).to_le_bytes());
-    out.extend(&entry);
+    out.extend(&entry.0);
     out.extend(&good[24..start]);
     out.resize(out.len().next_multiple_of(32), 0);
     out.extend(&good[start..]);

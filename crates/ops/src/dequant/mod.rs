@@ -5,12 +5,14 @@
 
 pub mod kquant;
 pub mod legacy;
+pub mod table;
 
 use half::{bf16, f16};
 
 use crate::format::WeightFormat;
-use kquant::{Q4K, Q6K};
-use legacy::{Q4_0, Q4_1, Q8_0};
+use kquant::{Q2K, Q3K, Q4K, Q5K, Q6K};
+use legacy::{Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+use table::{Iq4Nl, Iq4Xs, Mxfp4};
 
 /// Most elements in a block of any format.
 pub const MAX_BLOCK_ELEMS: usize = 256;
@@ -39,6 +41,23 @@ pub(crate) fn f16_at(bytes: &[u8]) -> f32 {
     f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
 }
 
+/// The value of each E4M3 byte: sign, 4 bits of exponent with bias 7, 3 of mantissa; all ones are NaN.
+pub(crate) static F8_E4M3: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut b = 0;
+    while b < 256 {
+        let (exponent, mantissa) = ((b as u32 >> 3) & 15, b as u32 & 7);
+        let size = match (exponent, mantissa) {
+            (15, 7) => f32::NAN,
+            (0, _) => mantissa as f32 / 512.0,
+            _ => f32::from_bits((exponent + 120) << 23 | mantissa << 20),
+        };
+        values[b] = if b < 128 { size } else { -size };
+        b += 1;
+    }
+    values
+};
+
 /// One row in `format` to f32. `out` must have as many elements as `bytes` holds.
 pub(crate) fn row(format: WeightFormat, bytes: &[u8], out: &mut [f32]) {
     match format {
@@ -57,11 +76,24 @@ pub(crate) fn row(format: WeightFormat, bytes: &[u8], out: &mut [f32]) {
                 *o = bf16::from_le_bytes(*b).to_f32();
             }
         }
+        WeightFormat::F8E4M3 => {
+            for (o, b) in out.iter_mut().zip(bytes) {
+                *o = F8_E4M3[usize::from(*b)];
+            }
+        }
         WeightFormat::Q4_0 => blocks::<Q4_0>(bytes, out),
         WeightFormat::Q4_1 => blocks::<Q4_1>(bytes, out),
+        WeightFormat::Q5_0 => blocks::<Q5_0>(bytes, out),
+        WeightFormat::Q5_1 => blocks::<Q5_1>(bytes, out),
         WeightFormat::Q8_0 => blocks::<Q8_0>(bytes, out),
+        WeightFormat::Q2K => blocks::<Q2K>(bytes, out),
+        WeightFormat::Q3K => blocks::<Q3K>(bytes, out),
         WeightFormat::Q4K => blocks::<Q4K>(bytes, out),
+        WeightFormat::Q5K => blocks::<Q5K>(bytes, out),
         WeightFormat::Q6K => blocks::<Q6K>(bytes, out),
+        WeightFormat::Iq4Nl => blocks::<Iq4Nl>(bytes, out),
+        WeightFormat::Iq4Xs => blocks::<Iq4Xs>(bytes, out),
+        WeightFormat::Mxfp4 => blocks::<Mxfp4>(bytes, out),
     }
 }
 

@@ -111,6 +111,12 @@ fn offset<V: Vector, F: BlockFormat>(meta: &Group, g: usize) -> i32 {
     }
 }
 
+/// What the minimum of group `g` is multiplied with: the sum of the inputs that meet it.
+#[inline(always)]
+fn scaled_sum<F: BlockFormat>(meta: &Group, g: usize) -> f32 {
+    if F::GROUP == 32 { meta.scaled_sum } else { meta.scale * meta.half_sums[g % 2] as f32 }
+}
+
 /// `MR` input rows by `NV` vectors of weight rows, over all columns of the panels.
 ///
 /// # Safety
@@ -173,7 +179,8 @@ unsafe fn int_tile<V: Vector, F: BlockFormat, const MR: usize, const NV: usize>(
                         sums[m][v] = V::mul_add(scaled, V::splat_f((*meta[m]).scale), sums[m][v]);
                         if F::HAS_MIN {
                             let min = V::load_f(at.add(2 * PANEL_ROWS));
-                            sums[m][v] = V::mul_add(min, V::splat_f((*meta[m]).scaled_sum), sums[m][v]);
+                            let sum = V::splat_f(scaled_sum::<F>(&*meta[m], g));
+                            sums[m][v] = V::mul_add(min, sum, sums[m][v]);
                         }
                     }
                 }

@@ -4,8 +4,10 @@ use super::panel::{Dest, FLOAT_STEP, FloatTile, INT_COLS, IntTile, PANEL_ROWS, R
 use super::unpack::{BFloat16, Float16, Float32, FloatFormat, Unpack};
 use super::vector::{Kernels, portable::Portable};
 use super::{FEW_ROWS, Job, Region};
-use crate::dequant::kquant::{Q4K, Q6K};
-use crate::dequant::legacy::{Q4_0, Q4_1, Q8_0};
+use crate::dequant::F8_E4M3;
+use crate::dequant::kquant::{Q2K, Q3K, Q4K, Q5K, Q6K};
+use crate::dequant::legacy::{Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+use crate::dequant::table::{Iq4Nl, Iq4Xs, Mxfp4};
 use crate::format::WeightFormat;
 use crate::isa::Isa;
 
@@ -33,20 +35,24 @@ fn units_on<V: Kernels>(region: &Region<'_>, slot: &mut Slot) {
         for u in taken {
             let job = region.job_of(u);
             let unit = Unit::new(region, job, u);
-            match (job.weight.format(), job.int) {
-                (WeightFormat::F32, _) => unit.float::<V>(slot, unpack_floats::<V, Float32>),
-                (WeightFormat::F16, _) => unit.float::<V>(slot, unpack_floats::<V, Float16>),
-                (WeightFormat::Bf16, _) => unit.float::<V>(slot, unpack_floats::<V, BFloat16>),
-                (WeightFormat::Q4_0, true) => unit.int::<V, Q4_0>(slot),
-                (WeightFormat::Q4_1, true) => unit.int::<V, Q4_1>(slot),
-                (WeightFormat::Q8_0, true) => unit.int::<V, Q8_0>(slot),
-                (WeightFormat::Q4K, true) => unit.int::<V, Q4K>(slot),
-                (WeightFormat::Q6K, true) => unit.int::<V, Q6K>(slot),
-                (WeightFormat::Q4_0, false) => unit.float::<V>(slot, unpack_expand::<V, Q4_0>),
-                (WeightFormat::Q4_1, false) => unit.float::<V>(slot, unpack_expand::<V, Q4_1>),
-                (WeightFormat::Q8_0, false) => unit.float::<V>(slot, unpack_expand::<V, Q8_0>),
-                (WeightFormat::Q4K, false) => unit.float::<V>(slot, unpack_expand::<V, Q4K>),
-                (WeightFormat::Q6K, false) => unit.float::<V>(slot, unpack_expand::<V, Q6K>),
+            match job.weight.format() {
+                WeightFormat::F32 => unit.float::<V>(slot, unpack_floats::<V, Float32>),
+                WeightFormat::F16 => unit.float::<V>(slot, unpack_floats::<V, Float16>),
+                WeightFormat::Bf16 => unit.float::<V>(slot, unpack_floats::<V, BFloat16>),
+                WeightFormat::F8E4M3 => unit.float::<V>(slot, unpack_bytes),
+                WeightFormat::Q4_0 => unit.blocks::<V, Q4_0>(slot),
+                WeightFormat::Q4_1 => unit.blocks::<V, Q4_1>(slot),
+                WeightFormat::Q5_0 => unit.blocks::<V, Q5_0>(slot),
+                WeightFormat::Q5_1 => unit.blocks::<V, Q5_1>(slot),
+                WeightFormat::Q8_0 => unit.blocks::<V, Q8_0>(slot),
+                WeightFormat::Q2K => unit.blocks::<V, Q2K>(slot),
+                WeightFormat::Q3K => unit.blocks::<V, Q3K>(slot),
+                WeightFormat::Q4K => unit.blocks::<V, Q4K>(slot),
+                WeightFormat::Q5K => unit.blocks::<V, Q5K>(slot),
+                WeightFormat::Q6K => unit.blocks::<V, Q6K>(slot),
+                WeightFormat::Iq4Nl => unit.blocks::<V, Iq4Nl>(slot),
+                WeightFormat::Iq4Xs => unit.blocks::<V, Iq4Xs>(slot),
+                WeightFormat::Mxfp4 => unit.blocks::<V, Mxfp4>(slot),
             }
         }
     }
@@ -70,6 +76,20 @@ fn tile_rows(m0: usize, m1: usize, most: usize) -> impl Iterator<Item = (usize, 
 unsafe fn unpack_floats<V: Kernels, F: FloatFormat>(slot: &mut Slot, p: usize, source: &Source) {
     // SAFETY: the caller's promise; a float panel has room for FLOAT_COLS columns.
     unsafe { V::unpack_float::<F>(source, slot.float_panel(p)) }
+}
+
+/// Panel `p` of E4M3 bytes, by table.
+///
+/// # Safety
+/// The source is readable.
+unsafe fn unpack_bytes(slot: &mut Slot, p: usize, source: &Source) {
+    let panel = slot.float_panel(p);
+    for r in 0..PANEL_ROWS {
+        for k in 0..source.cols {
+            // SAFETY: the caller's promise; a float panel has room for FLOAT_COLS columns of PANEL_ROWS rows.
+            unsafe { *panel.add(k * PANEL_ROWS + r) = F8_E4M3[usize::from(*source.rows.at(r, k))] }
+        }
+    }
 }
 
 /// Panel `p` of a quantised format, as floats.
@@ -157,6 +177,11 @@ impl<'a> Unit<'a> {
         }
     }
 
+    /// A quantised format: integers times integers, or both as floats.
+    fn blocks<V: Kernels, F: Unpack>(&self, slot: &mut Slot) {
+        if self.job.int { self.int::<V, F>(slot) } else { self.float::<V>(slot, unpack_expand::<V, F>) }
+    }
+
     fn int<V: Kernels, F: Unpack>(&self, slot: &mut Slot) {
         let (k_all, input) = (self.job.weight.cols(), self.region.input);
         let step = k_all.div_ceil(k_all.div_ceil(INT_COLS).max(1)).next_multiple_of(F::ELEMS);
@@ -199,6 +224,9 @@ impl<'a> Unit<'a> {
                 let source = self.source(slot, p, k, cols);
                 // SAFETY: the region's instruction set is available; rows and columns lie inside the weight.
                 unsafe { unpack(slot, p, &source) };
+                if let Some(block) = self.job.weight.scale_cols() {
+                    self.scale(slot, p, k..k + cols, block);
+                }
             }
             for (m, rows) in tile_rows(self.m0, self.m1, V::FLOAT_ROWS) {
                 for p in (0..self.panels()).step_by(V::PANELS) {
@@ -214,6 +242,25 @@ impl<'a> Unit<'a> {
                     unsafe { V::float_tile(rows, panels, &tile) };
                 }
             }
+        }
+    }
+
+    /// Multiplies panel `p`, which holds columns `cols`, by the scales of its elements.
+    fn scale(&self, slot: &mut Slot, p: usize, cols: std::ops::Range<usize>, block: usize) {
+        let (weight, n0) = (&self.job.weight, self.n0 + p * PANEL_ROWS);
+        let panel = slot.float_panel(p);
+        let mut k = cols.start;
+        while k < cols.end {
+            let end = ((k / block + 1) * block).min(cols.end);
+            let scales: [f32; PANEL_ROWS] =
+                std::array::from_fn(|r| if n0 + r < weight.rows() { weight.scale(n0 + r, k) } else { 0.0 });
+            for at in (k - cols.start)..(end - cols.start) {
+                for (r, scale) in scales.iter().enumerate() {
+                    // SAFETY: a float panel has room for the columns of a step.
+                    unsafe { *panel.add(at * PANEL_ROWS + r) *= scale }
+                }
+            }
+            k = end;
         }
     }
 }

@@ -1,13 +1,16 @@
 //! From file bytes to panels: each format's bit layout once, for every vector width.
 //!
-//! A new block format implements [`BlockFormat`] (scalar, the truth) and [`Unpack`] (vectors of rows, tested against the first).
+//! A new block format implements [`BlockFormat`] (scalar, the truth) and [`Unpack`] (vectors of rows, tested against the first; without
+//! a body of its own it goes row by row through the scalar one).
 
 use super::kernel::MAGIC;
 use super::panel::{GROUP_FLOATS, IntPanels, PANEL_ROWS, Rows, Source};
 use super::vector::Vector;
 use crate::dequant::BlockFormat;
-use crate::dequant::kquant::{Q4K, Q6K};
-use crate::dequant::legacy::{Q4_0, Q4_1, Q8_0};
+use crate::dequant::kquant::{Q2K, Q3K, Q4K, Q5K, Q6K};
+use crate::dequant::legacy::{Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+use crate::dequant::table::{Iq4Nl, Iq4Xs, Mxfp4};
+use crate::dequant::{MAX_BLOCK_ELEMS, MAX_BLOCK_GROUPS};
 
 /// Where one block of `LANES` rows goes.
 #[derive(Clone, Copy, Debug)]
@@ -58,8 +61,36 @@ pub(crate) trait Unpack: BlockFormat {
     ///
     /// # Safety
     /// The machine has `V`'s instruction set, each row has the block's bytes, the sink has room for it.
-    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink);
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+        let mut q = [0u8; MAX_BLOCK_ELEMS];
+        let (mut scale, mut min) = ([0f32; MAX_BLOCK_GROUPS], [0f32; MAX_BLOCK_GROUPS]);
+        for lane in 0..V::LANES {
+            // SAFETY: the caller's promise; quads and groups lie inside the block's part of the panel.
+            unsafe {
+                let block = std::slice::from_raw_parts(rows.at(first + lane, offset), Self::BYTES);
+                Self::split(block, &mut q[..Self::ELEMS], &mut scale, &mut min);
+                for (quad, q) in q[..Self::ELEMS].as_chunks::<4>().0.iter().enumerate() {
+                    sink.quants.add((quad * PANEL_ROWS + lane) * 4).cast::<[u8; 4]>().write(*q);
+                }
+                for g in 0..Self::ELEMS / Self::GROUP {
+                    let at = sink.groups.add(g * GROUP_FLOATS + lane);
+                    *at = scale[g];
+                    *at.add(PANEL_ROWS) = scale[g] * -MAGIC;
+                    if Self::HAS_MIN {
+                        *at.add(2 * PANEL_ROWS) = min[g];
+                    }
+                }
+            }
+        }
+    }
 }
+
+impl Unpack for Q2K {}
+impl Unpack for Q3K {}
+impl Unpack for Q5K {}
+impl Unpack for Iq4Nl {}
+impl Unpack for Iq4Xs {}
+impl Unpack for Mxfp4 {}
 
 /// 16 bytes of nibbles at `offset`: low ones to quads 0..4, high ones to quads 4..8.
 ///
@@ -97,6 +128,79 @@ impl Unpack for Q4_1 {
             sink.scale::<V>(0, V::half_to_float(scale_min));
             sink.min::<V>(0, V::half_to_float(V::shr::<16>(scale_min)));
             nibbles::<V>(rows, first, offset + 4, sink);
+        }
+    }
+}
+
+/// Bits `J..J + 4` of each word, one to the fifth bit of each byte.
+///
+/// # Safety
+/// The machine has `V`'s instruction set.
+#[inline(always)]
+unsafe fn fifth_bits<V: Vector, const J: u32>(bits: V::Int) -> V::Int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let bits = V::shr::<J>(bits);
+        let low =
+            V::or(V::and(V::shl::<4>(bits), V::splat(0x10)), V::and(V::shl::<11>(bits), V::splat(0x1000)));
+        let high = V::or(
+            V::and(V::shl::<18>(bits), V::splat(0x10_0000)),
+            V::and(V::shl::<25>(bits), V::splat(0x1000_0000)),
+        );
+        V::or(low, high)
+    }
+}
+
+/// [`nibbles`] at `offset` with the fifth bits of `top`.
+///
+/// # Safety
+/// As [`Unpack::block`].
+#[inline(always)]
+unsafe fn nibbles_and_top<V: Vector>(rows: &Rows, first: usize, offset: usize, top: V::Int, sink: Sink) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mask = V::splat(0x0f0f_0f0f);
+        let low = [
+            fifth_bits::<V, 0>(top),
+            fifth_bits::<V, 4>(top),
+            fifth_bits::<V, 8>(top),
+            fifth_bits::<V, 12>(top),
+        ];
+        let high = [
+            fifth_bits::<V, 16>(top),
+            fifth_bits::<V, 20>(top),
+            fifth_bits::<V, 24>(top),
+            fifth_bits::<V, 28>(top),
+        ];
+        for (j, w) in V::gather4(rows, first, offset).into_iter().enumerate() {
+            sink.quad::<V>(j, V::or(V::and(w, mask), low[j]));
+            sink.quad::<V>(j + 4, V::or(V::and(V::shr::<4>(w), mask), high[j]));
+        }
+    }
+}
+
+impl Unpack for Q5_0 {
+    #[inline(always)]
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            sink.scale::<V>(0, V::half_to_float(V::gather(rows, first, offset)));
+            let top = V::gather(rows, first, offset + 2);
+            nibbles_and_top::<V>(rows, first, offset + 6, top, sink);
+        }
+    }
+}
+
+impl Unpack for Q5_1 {
+    #[inline(always)]
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let scale_min = V::gather(rows, first, offset);
+            sink.scale::<V>(0, V::half_to_float(scale_min));
+            sink.min::<V>(0, V::half_to_float(V::shr::<16>(scale_min)));
+            let top = V::gather(rows, first, offset + 4);
+            nibbles_and_top::<V>(rows, first, offset + 8, top, sink);
         }
     }
 }

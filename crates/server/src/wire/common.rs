@@ -8,6 +8,8 @@ use crate::error::{ApiError, shorten};
 
 /// Most choices one request may ask for (prompts times `n`).
 pub const MAX_CHOICES: usize = 128;
+/// Values of `cache_priority`.
+const CACHE_PRIORITIES: std::ops::RangeInclusive<i128> = -100..=100;
 /// Longest `cache_salt` and `request_id`, in characters.
 const MAX_NAME_CHARS: usize = 1024;
 
@@ -30,6 +32,8 @@ pub struct Common {
     pub return_token_ids: bool,
     /// Splits the prefix cache: equal prompts with other salts never share pages.
     pub cache_salt: Option<String>,
+    /// Cached prefixes of requests with a higher number go later, under the eviction policy `priority`.
+    pub cache_priority: i32,
     /// The client's name for the request, used in logs only.
     pub request_id: Option<String>,
 }
@@ -51,6 +55,7 @@ impl Common {
             sampling,
             return_token_ids: fields.bool("return_token_ids")?.unwrap_or(false),
             cache_salt: name(fields, "cache_salt")?,
+            cache_priority: fields.int("cache_priority", CACHE_PRIORITIES)?.map_or(0, |p| p as i32),
             request_id: name(fields, "request_id")?,
         };
         refuse_what_is_not_built(fields)?;

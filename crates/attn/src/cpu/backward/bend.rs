@@ -7,6 +7,43 @@ use crate::cpu::scores::{bias_at, distances};
 use crate::cpu::softmax::Columns;
 use crate::cpu::vector::Vector;
 
+/// A sum whose roundings are kept (Knuth's two-sum): scores of tens meet biases, slopes and lse, and what is left of them is small.
+struct Sum<V> {
+    rounded: V,
+    rest: V,
+}
+
+impl<V: Vector> Sum<V> {
+    /// Adds `b`.
+    ///
+    /// # Safety
+    /// As `Vector`.
+    #[inline(always)]
+    unsafe fn add(&mut self, b: V) {
+        // SAFETY: forwarded.
+        unsafe {
+            let a = self.rounded;
+            let sum = a.add(b);
+            let part = sum.sub(a);
+            let rest = a.sub(sum.sub(part)).add(b.sub(part));
+            (self.rounded, self.rest) = (sum, self.rest.add(rest));
+        }
+    }
+
+    /// The sum, rounded once; one that is not finite has no rest.
+    ///
+    /// # Safety
+    /// As `Vector`.
+    #[inline(always)]
+    unsafe fn total(self) -> V {
+        // SAFETY: forwarded.
+        unsafe {
+            let finite = self.rounded.sub(self.rounded);
+            finite.if_less(V::splat(1.0), self.rounded.add(self.rest), self.rounded)
+        }
+    }
+}
+
 /// Takes row `row` of a visit from plain scores (natural, scaled) in columns `cols` of p to weights in p and `weight · slope` in ds, where
 /// slope is the derivative of a finished score with respect to q·k.
 ///
@@ -47,16 +84,21 @@ pub(crate) unsafe fn bend_row<V: Vector>(
                     bend = one.sub(bent.mul(bent)).mul(scale);
                 }
             }
+            let mut sum = Sum { rounded: x, rest: zero };
             if let Some(bias) = &c.extras.bias {
                 let first = bias.values.as_ptr().add(bias.strides.at(seq, head, token, base));
-                x = x.add(bias_at::<V>(first, bias.strides.key, col, cols));
+                sum.add(bias_at::<V>(first, bias.strides.key, col, cols));
             }
             if slope != 0.0 {
-                x = V::splat(-slope).fma(distances::<V>(centre - (base + col) as i64), x);
+                let (slope, distance) = (V::splat(-slope), distances::<V>(centre - (base + col) as i64));
+                let step = slope.mul(distance);
+                sum.add(step);
+                sum.rest = sum.rest.add(slope.fma(distance, zero.sub(step)));
             }
+            sum.add(lse);
             let (lo, hi) = (cols.lo.saturating_sub(col), cols.hi.saturating_sub(col));
             // As for plain scores: a weight is at most 1, and NaN comes through.
-            let weight = zero.min(x.add(lse)).mul(V::splat(LOG2_E)).exp2();
+            let weight = zero.min(sum.total()).mul(V::splat(LOG2_E)).exp2();
             weight.select(lo, hi, zero).store(p.add(col));
             weight.mul(bend).select(lo, hi, zero).store(ds.add(col));
             col += V::LANES;

@@ -92,6 +92,7 @@ unsafe fn prepare<V: Vector>(t: &Task<'_>, seq: usize, tile: usize, kv_head: usi
             let deltas = match (c.out.src, c.d_out.src) {
                 (Src::F32(a), Src::F32(b)) => dots::<V, f32>((a, &out), (b, &d_out), d),
                 (Src::Bf16(a), Src::Bf16(b)) => dots::<V, half::bf16>((a, &out), (b, &d_out), d),
+                (Src::F16(a), Src::F16(b)) => dots::<V, half::f16>((a, &out), (b, &d_out), d),
                 _ => unreachable!("out and d_out have q's element type"),
             };
             let mut delta = [0.0f32; MAX_LANES];

@@ -1,6 +1,6 @@
 //! Rows on their way in and out: widened copies of q, d_out and K, sums of dq, and the last rounding of every gradient.
 
-use half::bf16;
+use half::{bf16, f16};
 
 use super::task::{Call, Place, Scratch, Sink, Visit};
 use crate::cpu::element::Elem;
@@ -38,6 +38,7 @@ pub(crate) unsafe fn copy_rows<V: Vector>(
         match src {
             Src::F32(p) => copy::<V, f32>(p, offsets, d, dst, stride),
             Src::Bf16(p) => copy::<V, bf16>(p, offsets, d, dst, stride),
+            Src::F16(p) => copy::<V, f16>(p, offsets, d, dst, stride),
             _ => unreachable!("the plan refuses other types"),
         }
     }
@@ -170,7 +171,11 @@ unsafe fn write_row<V: Vector>(dst: Dst, at: usize, src: *const f32, d: usize) {
                     *p.add(at + i) = round(*src.add(i));
                 }
             }
-            Dst::F16(_) => unreachable!("the plan refuses f16"),
+            Dst::F16(p) => {
+                for i in 0..d {
+                    *p.add(at + i) = f16::from_f32(*src.add(i));
+                }
+            }
         }
     }
 }

@@ -13,51 +13,56 @@ use crate::cpu::seen::{Bits, Sight};
 use crate::cpu::task::{Dst, Src};
 use crate::dropout::Dropout;
 use crate::extras::Extras;
+use crate::problem::KvLayout;
+use crate::run::Strides;
 use crate::workspace::TILE_ROWS;
 
 /// A strided buffer that is read.
 #[derive(Clone, Copy)]
 pub(crate) struct Source {
     pub src: Src,
-    token: usize,
-    head: usize,
+    strides: Strides,
 }
 
 /// A strided buffer that is written.
 #[derive(Clone, Copy)]
 pub(crate) struct Sink {
     pub dst: Dst,
-    token: usize,
-    head: usize,
+    strides: Strides,
 }
 
 /// Where rows start.
 pub(crate) trait Place {
-    /// The first element of the row of token `token` (of all sequences) and head `head`.
-    fn at(&self, token: usize, head: usize) -> usize;
+    fn strides(&self) -> &Strides;
+
+    /// The first element of the row of token `token` (of all sequences, or of the first page) and head `head`.
+    #[inline(always)]
+    fn at(&self, token: usize, head: usize) -> usize {
+        token * self.strides().token + head * self.strides().head
+    }
 }
 
 impl Place for Source {
-    fn at(&self, token: usize, head: usize) -> usize {
-        token * self.token + head * self.head
+    fn strides(&self) -> &Strides {
+        &self.strides
     }
 }
 
 impl Place for Sink {
-    fn at(&self, token: usize, head: usize) -> usize {
-        token * self.token + head * self.head
+    fn strides(&self) -> &Strides {
+        &self.strides
     }
 }
 
 impl Source {
-    fn new(buf: Buf<'_>, (token, head): (usize, usize)) -> Source {
-        Source { src: Src::of(buf), token, head }
+    fn new(buf: Buf<'_>, strides: impl Into<Strides>) -> Source {
+        Source { src: Src::of(buf), strides: strides.into() }
     }
 }
 
 impl Sink {
-    fn new(buf: BufMut<'_>, (token, head): (usize, usize)) -> Sink {
-        Sink { dst: Dst::of(buf), token, head }
+    fn new(buf: BufMut<'_>, strides: impl Into<Strides>) -> Sink {
+        Sink { dst: Dst::of(buf), strides: strides.into() }
     }
 
     /// Fills a row with zeros.
@@ -87,6 +92,9 @@ pub(crate) struct Call<'a> {
     pub q: Source,
     pub k: Source,
     pub v: Source,
+    page_size: Option<usize>,
+    page_table: &'a [u32],
+    page_table_stride: usize,
     pub out: Source,
     pub d_out: Source,
     pub extras: Extras<'a>,
@@ -224,6 +232,12 @@ impl<'a> Call<'a> {
             q: Source::new(args.q, args.q_strides),
             k: Source::new(args.k, args.k_strides),
             v: Source::new(args.v, args.v_strides),
+            page_size: match plan.problem.kv {
+                KvLayout::Contiguous => None,
+                KvLayout::Paged { page_size } => Some(page_size),
+            },
+            page_table: args.page_table,
+            page_table_stride: args.page_table_stride,
             out: Source::new(args.out, args.out_strides),
             d_out: Source::new(args.d_out, args.d_out_strides),
             extras: args.extras,
@@ -369,9 +383,13 @@ impl Task<'_> {
     /// The element at which key `key` of the tile starts in a buffer of keys or values.
     #[inline(always)]
     pub fn key_row(&self, place: &impl Place, key: usize) -> usize {
-        let unit = self.unit();
-        let first = self.call.plan.seqs[unit.seq as usize].k_start + unit.key_start;
-        place.at(first + key, unit.kv_head as usize)
+        let (c, unit) = (self.call, self.unit());
+        let (seq, head, key) = (unit.seq as usize, unit.kv_head as usize, unit.key_start + key);
+        let Some(page_size) = c.page_size else {
+            return place.at(c.plan.seqs[seq].k_start + key, head);
+        };
+        let page = c.page_table[seq * c.page_table_stride + key / page_size] as usize;
+        page * place.strides().page + place.at(key % page_size, head)
     }
 
     /// Query tile `tile` as this key tile meets it; `None` where they do not see each other.

@@ -273,7 +273,7 @@ fn check(
     report.line(relative <= most, &format!("api {name}"), format!("relative error {relative:.2e}; {kernel}"));
 
     let refused =
-        |args: Args<'_>| Bound::new(&plan, &args, &ws).err().map_or("nothing".into(), |e| e.to_string());
+        |args: Args<'_>| Bound::new(gpu, &plan, &args, &ws).err().map_or("nothing".into(), |e| e.to_string());
     let mut hostile = device.table.clone();
     hostile.iter_mut().take(1).for_each(|id| *id = 1 << 30);
     let mut cases = vec![

@@ -1,0 +1,264 @@
+//! Which rank holds which tokens: runs of global positions a rank, for lengths of any remainder, without padding.
+
+use std::fmt;
+use std::ops::Range;
+
+use suanpan_base::BadArgument;
+
+use crate::mask::MaskSlices;
+
+/// Most ranks of a plan: what a plan holds grows with their square.
+pub const MAX_CP_SIZE: usize = 1024;
+
+/// Positions `start, start + step, …`, `count` of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Run {
+    /// First position.
+    pub start: usize,
+    /// Distance of neighbours, at least 1.
+    pub step: usize,
+    /// Positions.
+    pub count: usize,
+}
+
+impl Run {
+    /// The positions of `range`.
+    pub fn of(range: Range<usize>) -> Run {
+        Run { start: range.start, step: 1, count: range.len() }
+    }
+
+    /// The position of number `i`.
+    pub fn at(&self, i: usize) -> usize {
+        self.start + i * self.step
+    }
+
+    /// From the first position to behind the last one.
+    pub fn hull(&self) -> Range<usize> {
+        if self.count == 0 { self.start..self.start } else { self.start..self.at(self.count - 1) + 1 }
+    }
+
+    /// Numbers `part` of the run.
+    pub fn part(&self, part: Range<usize>) -> Run {
+        Run { start: self.at(part.start), step: self.step, count: part.len() }
+    }
+
+    /// The positions inside `range`.
+    pub fn within(&self, range: &Range<usize>) -> Run {
+        let below = |end: usize| end.saturating_sub(self.start).div_ceil(self.step).min(self.count);
+        let (a, b) = (below(range.start), below(range.end));
+        self.part(a..b.max(a))
+    }
+
+    /// The number of `position` in the run.
+    pub fn number(&self, position: usize) -> Option<usize> {
+        let past = position.checked_sub(self.start)?;
+        (past.is_multiple_of(self.step) && past / self.step < self.count).then_some(past / self.step)
+    }
+
+    /// All positions.
+    pub fn positions(self) -> impl Iterator<Item = usize> {
+        (0..self.count).map(move |i| self.at(i))
+    }
+}
+
+impl fmt::Display for Run {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}..{}", self.hull().start, self.hull().end)?;
+        if self.step > 1 && self.count > 1 { write!(f, " by {}", self.step) } else { Ok(()) }
+    }
+}
+
+/// How tokens are dealt to ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Layout {
+    /// Rank r holds the r-th of N ranges.
+    Contiguous,
+    /// Token t goes to rank t mod N (Striped Attention, arXiv 2311.09431).
+    Stripe,
+    /// 2N ranges of which rank r holds numbers r and 2N - 1 - r: the same causal work for each rank and step.
+    Zigzag,
+    /// Zigzag inside each document: the same causal work for each rank, whatever the documents.
+    DocumentZigzag,
+}
+
+impl Layout {
+    /// Every layout.
+    pub const ALL: [Layout; 4] = [Layout::Contiguous, Layout::Stripe, Layout::Zigzag, Layout::DocumentZigzag];
+}
+
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Layout::Contiguous => "contiguous",
+            Layout::Stripe => "stripe",
+            Layout::Zigzag => "zigzag",
+            Layout::DocumentZigzag => "zigzag a document",
+        })
+    }
+}
+
+/// The tokens of every rank: in a rank's memory its runs lie one after another, in order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shards {
+    layout: Layout,
+    tokens: usize,
+    ranks: Vec<Vec<Run>>,
+}
+
+impl Shards {
+    /// Deals the tokens of `mask` to `cp_size` ranks. Ranks without a token are a normal case.
+    pub fn new(layout: Layout, mask: &MaskSlices, cp_size: usize) -> Result<Shards, BadArgument> {
+        if !(1..=MAX_CP_SIZE).contains(&cp_size) {
+            return Err(BadArgument::new("parallel plan", "cp_size", cp_size, format!("1 to {MAX_CP_SIZE}")));
+        }
+        let tokens = mask.tokens();
+        let mut ranks = vec![Vec::new(); cp_size];
+        match layout {
+            Layout::Contiguous => {
+                for (rank, runs) in ranks.iter_mut().enumerate() {
+                    runs.push(Run::of(part_of(tokens, cp_size, rank)));
+                }
+            }
+            Layout::Stripe => {
+                for (rank, runs) in ranks.iter_mut().enumerate() {
+                    let count = tokens.saturating_sub(rank).div_ceil(cp_size);
+                    runs.push(Run { start: rank.min(tokens), step: cp_size, count });
+                }
+            }
+            Layout::Zigzag => deal_zigzag(&mut ranks, 0, tokens, 0),
+            Layout::DocumentZigzag => {
+                for (document, (&start, &n)) in mask.starts().iter().zip(mask.lengths()).enumerate() {
+                    deal_zigzag(&mut ranks, start, n, document);
+                }
+            }
+        }
+        for runs in &mut ranks {
+            runs.retain(|run| run.count > 0);
+        }
+        Ok(Shards { layout, tokens, ranks })
+    }
+
+    /// How tokens were dealt.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Ranks.
+    pub fn cp_size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// Tokens of all ranks.
+    pub fn all_tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Tokens of rank `rank`.
+    pub fn tokens(&self, rank: usize) -> usize {
+        self.runs(rank).iter().map(|run| run.count).sum()
+    }
+
+    /// Tokens of each rank.
+    pub fn counts(&self) -> Vec<usize> {
+        (0..self.cp_size()).map(|rank| self.tokens(rank)).collect()
+    }
+
+    /// Tokens of the rank that holds most.
+    pub fn most(&self) -> usize {
+        self.counts().into_iter().max().unwrap_or(0)
+    }
+
+    /// The runs of rank `rank`, none of them empty, in rising order.
+    pub fn runs(&self, rank: usize) -> &[Run] {
+        &self.ranks[rank]
+    }
+
+    /// Global positions of the tokens of rank `rank`, in the order of its memory.
+    pub fn positions(&self, rank: usize) -> impl Iterator<Item = usize> + '_ {
+        self.runs(rank).iter().flat_map(|run| run.positions())
+    }
+
+    /// Where the token at global position `position` lies in the memory of rank `rank`.
+    pub fn local(&self, rank: usize, position: usize) -> Option<usize> {
+        let mut before = 0;
+        for run in self.runs(rank) {
+            if let Some(i) = run.number(position) {
+                return Some(before + i);
+            }
+            before += run.count;
+        }
+        None
+    }
+
+    /// Rows of `width` elements of rank `rank`, taken out of rows of all tokens in global order.
+    pub fn scatter(&self, rank: usize, whole: &[f32], width: usize) -> Vec<f32> {
+        self.positions(rank).flat_map(|at| &whole[at * width..][..width]).copied().collect()
+    }
+
+    /// Puts rows of `width` elements of rank `rank` back into rows of all tokens in global order.
+    pub fn gather(&self, rank: usize, rows: &[f32], width: usize, whole: &mut [f32]) {
+        for (at, row) in self.positions(rank).zip(rows.chunks_exact(width.max(1))) {
+            whole[at * width..][..width].copy_from_slice(row);
+        }
+    }
+}
+
+/// Part `i` of `parts` of `n` things: the first ones get one more where it does not divide.
+pub fn part_of(n: usize, parts: usize, i: usize) -> Range<usize> {
+    let start = |i: usize| i * (n / parts) + i.min(n % parts);
+    start(i)..start(i + 1)
+}
+
+/// Zigzag over `tokens` tokens from `first` on. Which ranges get one token more turns with `turn`, so that no rank gets all of them.
+fn deal_zigzag(ranks: &mut [Vec<Run>], first: usize, tokens: usize, turn: usize) {
+    let (n, chunks) = (ranks.len(), 2 * ranks.len());
+    let mut at = first;
+    for chunk in 0..chunks {
+        let owner = if chunk < n { chunk } else { chunks - 1 - chunk };
+        let more = (chunk + turn * (tokens % chunks)) % chunks < tokens % chunks;
+        let count = tokens / chunks + usize::from(more);
+        ranks[owner].push(Run { start: at, step: 1, count });
+        at += count;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use suanpan_base::Mask;
+
+    #[test]
+    fn every_token_has_one_owner_and_one_place() {
+        for layout in Layout::ALL {
+            for n in [1, 2, 3, 4, 8, 11] {
+                for lengths in
+                    [&[2999][..], &[8], &[7], &[3], &[1], &[0], &[5, 9, 2], &[1, 1, 6], &[0, 4, 4], &[]]
+                {
+                    let mask = MaskSlices::packed(Mask::CAUSAL, lengths).unwrap();
+                    let shards = Shards::new(layout, &mask, n).unwrap();
+                    let mut seen = vec![0; mask.tokens()];
+                    for rank in 0..n {
+                        let positions: Vec<usize> = shards.positions(rank).collect();
+                        assert!(positions.is_sorted(), "{layout} {n}");
+                        for (i, &at) in positions.iter().enumerate() {
+                            seen[at] += 1;
+                            assert_eq!(shards.local(rank, at), Some(i));
+                        }
+                    }
+                    assert!(seen.iter().all(|s| *s == 1), "{layout} {n} {lengths:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn lengths_that_do_not_divide_differ_by_one() {
+        let mask = MaskSlices::packed(Mask::CAUSAL, &[2999]).unwrap();
+        let counts = |layout| Shards::new(layout, &mask, 4).unwrap().counts();
+        assert_eq!(counts(Layout::Contiguous), [750, 750, 750, 749]);
+        assert_eq!(counts(Layout::Stripe), [750, 750, 750, 749]);
+        assert_eq!(counts(Layout::Zigzag), [749, 750, 750, 750]);
+        let none = Shards::new(Layout::Zigzag, &mask, 0).unwrap_err();
+        assert_eq!(none.field, "cp_size");
+    }
+}

@@ -1,0 +1,206 @@
+//! Whole runs on threads, forward and backward, against one rank and the f64 oracle; public bug reports as cases.
+
+mod common;
+
+use common::{NAMES, Numbers, Whole, distance};
+use suanpan_base::{HeadShape, Mask};
+use suanpan_parallel::kernel::Attention;
+use suanpan_parallel::ulysses::split_heads;
+use suanpan_parallel::{Layout, MaskSlices, ParallelPlan, Pass, Request, Scheme};
+
+/// One rounding of a number to f32, relative.
+const ROUNDING: f64 = 1.0 / (1u64 << 24) as f64;
+
+/// The rule of every kernel here: at most twice the error of the plain way (one rank), plus one rounding of the result. Documents of a few
+/// tokens on many ranks are all merges: what ranks cost at real lengths is [`error_does_not_grow_with_ranks`].
+fn hold(whole: &Whole, n: usize, layout: Layout, scheme: Scheme) {
+    hold_within(whole, n, layout, scheme, 2.0, ROUNDING);
+}
+
+fn hold_within(whole: &Whole, n: usize, layout: Layout, scheme: Scheme, times: f64, rounding: f64) {
+    let oracle = whole.oracle();
+    let (one, got) = (whole.run(1, Layout::Contiguous, Scheme::Ring), whole.run(n, layout, scheme));
+    for (i, name) in NAMES.iter().enumerate() {
+        let (error, base) = (distance(&got[i], &oracle[i]), distance(&one[i], &oracle[i]));
+        let size: f64 = oracle[i].iter().filter(|x| x.is_finite()).map(|x| x * x).sum::<f64>().sqrt();
+        assert!(
+            error <= times * base + rounding * size,
+            "{name}, {n} ranks, {layout}, {scheme}, {}: error {error:e}, one rank {base:e}, size {size:e}",
+            whole.mask.mask()
+        );
+    }
+}
+
+#[test]
+fn error_does_not_grow_with_ranks() {
+    let whole = Whole::new(HeadShape::new(2, 1, 64), Mask::CAUSAL, &[1024], 8);
+    let (oracle, one) = (whole.oracle(), whole.run(1, Layout::Contiguous, Scheme::Ring));
+    for (n, scheme) in [2, 4, 8].into_iter().flat_map(|n| Scheme::ALL.map(|s| (n, s))) {
+        let got = whole.run(n, Layout::Zigzag, scheme);
+        let ratio = |i: usize| distance(&got[i], &oracle[i]) / distance(&one[i], &oracle[i]);
+        let ratios: [f64; 5] = std::array::from_fn(ratio);
+        for (name, ratio) in NAMES.iter().zip(ratios).filter(|(name, _)| **name != "lse") {
+            assert!(ratio <= 1.25, "{name}, {n} ranks, {scheme}: {ratio} times one rank's error");
+        }
+        // Each merge of the ring rounds lse once more, and one rank's error is nearly nothing but its one rounding.
+        hold(&whole, n, Layout::Zigzag, scheme);
+    }
+}
+
+fn all_of(mask: Mask, lengths: &[usize]) {
+    let whole = Whole::new(HeadShape::new(4, 2, 16), mask, lengths, 11);
+    for n in [2, 3, 4, 8] {
+        for layout in Layout::ALL {
+            for scheme in Scheme::ALL {
+                hold(&whole, n, layout, scheme);
+            }
+        }
+    }
+}
+
+#[test]
+fn causal_on_any_ranks_layout_and_scheme() {
+    all_of(Mask::CAUSAL, &[67]);
+}
+
+#[test]
+fn full_on_any_ranks_layout_and_scheme() {
+    all_of(Mask::FULL, &[53]);
+}
+
+#[test]
+fn windows_and_sink_tokens_on_any_ranks_layout_and_scheme() {
+    all_of(Mask::streaming(3, 9), &[61]);
+}
+
+#[test]
+fn packed_documents_on_any_ranks_layout_and_scheme() {
+    all_of(Mask::CAUSAL, &[17, 0, 1, 33, 2]);
+}
+
+#[test]
+fn ranks_without_a_token_are_normal() {
+    all_of(Mask::CAUSAL, &[3]);
+    all_of(Mask::CAUSAL, &[0]);
+}
+
+/// Lengths that do not divide: q = k = 0 and v = position under a causal mask give i / 2 (EasyContext 47, ring-flash-attention 39).
+#[test]
+fn lengths_that_do_not_divide_keep_the_order_of_tokens() {
+    for tokens in [2999, 8, 7, 3, 1] {
+        let mut whole = Whole::new(HeadShape::new(1, 1, 4), Mask::CAUSAL, &[tokens], 5);
+        whole.q.fill(0.0);
+        whole.k.fill(0.0);
+        whole.v = (0..tokens).flat_map(|j| [j as f32; 4]).collect();
+        for (layout, scheme) in [(Layout::Contiguous, Scheme::Ring), (Layout::Zigzag, Scheme::Ring)] {
+            let out = &whole.run(4, layout, scheme)[0];
+            for (i, row) in out.chunks_exact(4).enumerate() {
+                let want = i as f32 / 2.0;
+                assert!(
+                    row.iter().all(|x| (x - want).abs() <= 1e-6 * want.max(1.0)),
+                    "{tokens} {layout}: {row:?} at {i}"
+                );
+            }
+        }
+    }
+}
+
+/// Packed sequences of odd lengths lose their last token (TransformerEngine 1930, ring-flash-attention 46).
+#[test]
+fn packed_sequences_keep_their_last_token() {
+    for lengths in [[5, 9, 2], [1, 1, 6], [0, 4, 4]] {
+        let whole = Whole::new(HeadShape::new(2, 1, 8), Mask::CAUSAL, &lengths, 9);
+        for n in [2, 4] {
+            for (layout, scheme) in Layout::ALL.into_iter().flat_map(|l| Scheme::ALL.map(|s| (l, s))) {
+                hold(&whole, n, layout, scheme);
+            }
+        }
+    }
+}
+
+/// Heads that do not divide, and gradients times the number of ranks (DeepSpeed 6392, 8316 and 5248, verl 1226).
+#[test]
+fn heads_that_do_not_divide_are_dealt_in_order_and_gradients_are_not_multiplied() {
+    let counts =
+        |q, kv| split_heads(HeadShape::new(q, kv, 8), 4).iter().map(|s| s.0.len()).collect::<Vec<_>>();
+    assert_eq!(counts(12, 12), [3, 3, 3, 3]);
+    assert_eq!(counts(7, 7), [2, 2, 2, 1]);
+    assert_eq!(counts(12, 2), [3, 3, 3, 3]);
+    assert_eq!(counts(2, 1), [1, 1, 0, 0]);
+    let run = |q, kv| {
+        let whole = Whole::new(HeadShape::new(q, kv, 8), Mask::CAUSAL, &[21], 2);
+        hold(&whole, 4, Layout::Zigzag, Scheme::Ulysses);
+        whole.run(4, Layout::Zigzag, Scheme::Ulysses)
+    };
+    let first = run(12, 12);
+    for (q, kv) in [(7, 7), (12, 2), (12, 3), (8, 1), (2, 1)] {
+        run(q, kv);
+    }
+    assert_eq!(first, run(12, 12), "another model in between changes no bit");
+}
+
+#[test]
+fn dropout_softcap_and_scale_are_the_same_for_any_ranks() {
+    for (layout, scheme) in [
+        (Layout::Contiguous, Scheme::Ring),
+        (Layout::Zigzag, Scheme::Ring),
+        (Layout::DocumentZigzag, Scheme::AllGather),
+        (Layout::Stripe, Scheme::Ulysses),
+    ] {
+        let mut whole = Whole::new(HeadShape::with_widths(4, 2, 12, 8), Mask::CAUSAL, &[19, 30], 4);
+        whole.attention =
+            Attention { softmax_scale: Some(0.4), softcap: Some(2.0), dropout: Some((0.3, 99)) };
+        for n in [2, 3, 8] {
+            hold(&whole, n, layout, scheme);
+        }
+    }
+}
+
+#[test]
+fn what_a_plan_or_a_run_cannot_do_is_refused_by_name() {
+    let mask = MaskSlices::packed(Mask::CAUSAL, &[8]).unwrap();
+    let heads = HeadShape::new(2, 1, 8);
+    let request = |layout, cp_size, heads| {
+        ParallelPlan::new(&Request {
+            heads,
+            mask: &mask,
+            layout,
+            cp_size,
+            scheme: Scheme::Ring,
+            pass: Pass::Forward,
+        })
+    };
+    assert_eq!(request(Layout::Zigzag, 0, heads).unwrap_err().field, "cp_size");
+    assert_eq!(request(Layout::Zigzag, 2, HeadShape::new(3, 2, 8)).unwrap_err().field, "num_kv_heads");
+    assert_eq!(request(Layout::Zigzag, 2, HeadShape::latent(2, 8, 4)).unwrap_err().field, "values_in_keys");
+    let stripe = suanpan_parallel::check(request(Layout::Stripe, 2, heads).unwrap()).unwrap();
+    let run = |attention: Attention, inputs| {
+        suanpan_parallel::run_threads(&stripe, &attention, inputs, &Default::default()).unwrap_err().field
+    };
+    let whole = Whole::new(heads, Mask::CAUSAL, &[8], 1);
+    let input = |rank| suanpan_parallel::Inputs {
+        q: stripe.plan().shards.scatter(rank, &whole.q, 16),
+        k: stripe.plan().shards.scatter(rank, &whole.k, 8),
+        v: stripe.plan().shards.scatter(rank, &whole.v, 8),
+        ..Default::default()
+    };
+    assert_eq!(run(Attention::default(), vec![]), "inputs");
+    let mut short = vec![input(0), input(1)];
+    short[1].v.pop();
+    assert_eq!(run(Attention::default(), short), "inputs[1].v length");
+    let dropout = Attention { dropout: Some((0.5, 1)), ..Attention::default() };
+    assert_eq!(run(dropout, vec![input(0), input(1)]), "dropout");
+}
+
+#[test]
+fn random_plans_run_on_threads() {
+    let mut x = Numbers(21);
+    for seed in 0..150 {
+        let lengths: Vec<usize> = (0..1 + x.below(3)).map(|_| x.below(30)).collect();
+        let masks =
+            [Mask::FULL, Mask::CAUSAL, Mask::window(1 + x.below(8)), Mask::streaming(2, 1 + x.below(5))];
+        let (kv, group) = (1 + x.below(3), 1 + x.below(3));
+        let whole = Whole::new(HeadShape::new(kv * group, kv, 8), masks[x.below(4)], &lengths, seed);
+        hold(&whole, 1 + x.below(6), Layout::ALL[x.below(4)], Scheme::ALL[x.below(3)]);
+    }
+}
