@@ -1,6 +1,6 @@
 //! Hopper kernels and their raw launches: the only crate that sees nvcc and the CUDA driver.
 //!
-//! [`plan`] is the way in: the CPU's `suanpan_attn::Problem` becomes a kernel with its reasons, and runs. [`attention`] holds the raw launches under it:
+//! `plan` is the way in: the CPU's `suanpan_attn::Problem` becomes a kernel with its reasons, and runs. `attention` holds the raw launches under it:
 //! a launch takes device addresses and shapes, checks what the hardware would otherwise answer with garbage, and puts one kernel on a
 //! stream. Not here: any transformer.
 //!
