@@ -1,6 +1,8 @@
 //! Small cases of every path of the portable instance, for an interpreter that watches each load, store and race:
 //!
-//! `MIRIFLAGS=-Zmiri-ignore-leaks cargo +nightly miri test -p suanpan-attn --test miri`
+//! `MIRIFLAGS="-Zmiri-ignore-leaks -Zmiri-deterministic-floats -Zmiri-tree-borrows" cargo +nightly miri test -p suanpan-attn --test miri`
+//!
+//! (miri otherwise adds random errors to exp and ln, which bounds of one rounding do not allow, and stops at crossbeam-epoch under rayon.)
 //!
 //! They run natively, too: the same checks against the oracle.
 
