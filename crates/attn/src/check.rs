@@ -8,6 +8,7 @@ use crate::extras::Asked;
 use crate::plan::{Plan, Seq};
 use crate::problem::KvLayout;
 use crate::run::{Args, Strides};
+use crate::scales::KvScales;
 use crate::workspace::{Sizes, Workspace};
 
 const OP: &str = "attention run";
@@ -61,9 +62,6 @@ pub(crate) fn check(
     {
         return Err(refuse("max_scores length", max.len(), format!("num_q_heads = {}", h.num_q_heads)));
     }
-    if h.values_in_keys {
-        check_no_values(args)?;
-    }
     let asked = Asked { op: OP, problem: p, total_q: n };
     asked.check(&args.extras, plan.seqs.iter().map(|s| s.len))?;
     crate::scales::check_numbers(plan, args)?;
@@ -73,14 +71,21 @@ pub(crate) fn check(
     }
 }
 
-/// Values that lie in keys come with them.
-fn check_no_values(args: &Args<'_>) -> Result<(), BadArgument> {
+/// The call with its values named: where they lie in keys, the keys with their strides and scales. From here on nobody asks where values are
+/// but the walk that asks for memory ahead, which asks for them once.
+pub(crate) fn with_values<'a>(plan: &Plan, args: Args<'a>) -> Result<Args<'a>, BadArgument> {
+    if !plan.problem.heads.values_in_keys {
+        return Ok(args);
+    }
+    check_dtype("v dtype", args.v.dtype(), plan.problem.kv_dtype)?;
     for (field, len) in [("v length", args.v.len()), ("v_scales length", args.kv_scales.v.len())] {
         if len > 0 {
             return Err(refuse(field, len, "0: the plan's values lie in keys"));
         }
     }
-    Ok(())
+    let (k, k_strides) = (args.kv_scales.k, args.kv_scales.k_strides);
+    let kv_scales = KvScales { v: k, v_strides: k_strides, ..args.kv_scales };
+    Ok(Args { v: args.k, v_strides: args.k_strides, kv_scales, ..args })
 }
 
 fn check_dtype(field: &str, got: DType, want: DType) -> Result<(), BadArgument> {
@@ -152,23 +157,16 @@ fn check_contiguous(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgument> {
     let (h, n) = (plan.problem.heads, plan.total_k);
     let kv = h.num_kv_heads;
     check_extent("k", args.k.len(), &[(n, args.k_strides.token), (kv, args.k_strides.head)], h.head_dim_qk)?;
-    if h.values_in_keys {
-        return Ok(());
-    }
     check_extent("v", args.v.len(), &[(n, args.v_strides.token), (kv, args.v_strides.head)], h.head_dim_v)
 }
 
 fn check_paged(plan: &Plan, args: &Args<'_>, page_size: usize) -> Result<(), BadArgument> {
     let h = plan.problem.heads;
     let pages = |field: &str, len: usize, s: Strides, width: usize| {
-        whole_pages(len, s, (page_size, h.num_kv_heads, width))
-            .ok_or_else(|| refuse(format!("{field} strides"), format!("{s:?}"), "offsets below 2^64"))
+        whole_pages((OP, field), len, s, (page_size, h.num_kv_heads, width))
     };
     let k_pages = pages("k", args.k.len(), args.k_strides, h.head_dim_qk)?;
-    let v_pages = match h.values_in_keys {
-        true => k_pages,
-        false => pages("v", args.v.len(), args.v_strides, h.head_dim_v)?,
-    };
+    let v_pages = pages("v", args.v.len(), args.v_strides, h.head_dim_v)?;
     let (k_pages, v_pages) = crate::scales::pages_with_scales(plan, args, (k_pages, v_pages));
     for (i, seq) in plan.seqs.iter().enumerate() {
         check_table_row(plan, args, page_size, i, seq, k_pages.min(v_pages))?;
@@ -176,15 +174,19 @@ fn check_paged(plan: &Plan, args: &Args<'_>, page_size: usize) -> Result<(), Bad
     Ok(())
 }
 
-/// Whole pages of (tokens, heads, width) that a buffer of `len` elements holds under strides `s`; `None` where a page is past `usize`.
+/// Whole pages of (tokens, heads, width) that a buffer of `len` elements holds under strides `s`. Refuses, in the name of `op`, strides under
+/// which a page is past `usize`.
 pub(crate) fn whole_pages(
+    (op, field): (&'static str, &str),
     len: usize,
     s: Strides,
     (page_size, heads, width): (usize, usize, usize),
-) -> Option<usize> {
-    let one = extent(&[(page_size, s.token), (heads, s.head)], width)?;
-    let Some(rest) = len.checked_sub(one) else { return Some(0) };
-    Some(rest.checked_div(s.page).map_or(usize::MAX, |n| n.saturating_add(1)))
+) -> Result<usize, BadArgument> {
+    let one = extent(&[(page_size, s.token), (heads, s.head)], width).ok_or_else(|| {
+        BadArgument::new(op, format!("{field} strides"), format!("{s:?}"), "offsets below 2^64")
+    })?;
+    let Some(rest) = len.checked_sub(one) else { return Ok(0) };
+    Ok(rest.checked_div(s.page).map_or(usize::MAX, |n| n.saturating_add(1)))
 }
 
 fn check_table_row(

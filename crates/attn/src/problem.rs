@@ -22,6 +22,16 @@ pub enum KvLayout {
     },
 }
 
+impl KvLayout {
+    /// Tokens a page; `None` = contiguous.
+    pub const fn page_size(self) -> Option<usize> {
+        match self {
+            KvLayout::Contiguous => None,
+            KvLayout::Paged { page_size } => Some(page_size),
+        }
+    }
+}
+
 impl std::fmt::Display for KvLayout {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {

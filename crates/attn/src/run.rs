@@ -73,6 +73,7 @@ pub fn run(
     ws: &mut Workspace,
     books: &mut [AttnBooks],
 ) -> Result<(), BadArgument> {
+    let args = crate::check::with_values(plan, args)?;
     crate::check::check(plan, &args, ws, books)?;
     let call = Call::new(plan, args, ws);
     let queue = Queue::new(plan.units.len());

@@ -93,6 +93,7 @@ pub(crate) fn check_numbers(plan: &Plan, args: &Args<'_>) -> Result<(), BadArgum
         ("k_scales", args.kv_scales.k, args.kv_scales.k_strides),
         ("v_scales", args.kv_scales.v, args.kv_scales.v_strides),
     ];
+    // Values that lie in keys have the keys' scales, which are refused under the keys' name.
     for (field, scales, strides) in given.into_iter().take(if p.heads.values_in_keys { 1 } else { 2 }) {
         let kv_heads = p.heads.num_kv_heads;
         let dims: &[(usize, usize)] = match (p.kv_scales, p.kv) {
@@ -158,17 +159,12 @@ pub(crate) fn pages_with_scales(plan: &Plan, args: &Args<'_>, pages: (usize, usi
         let Some(rest) = one.and_then(|one| scales.len().checked_sub(one)) else { return 0 };
         rest.checked_div(s.page).map_or(usize::MAX, |n| n.saturating_add(1))
     };
-    let k = scaled(given.k, given.k_strides);
-    let v = if p.heads.values_in_keys { k } else { scaled(given.v, given.v_strides) };
-    (pages.0.min(k), pages.1.min(v))
+    (pages.0.min(scaled(given.k, given.k_strides)), pages.1.min(scaled(given.v, given.v_strides)))
 }
 
 /// Tokens that may share a page's scale.
 pub(crate) fn page_size_of(p: &Problem) -> usize {
-    match p.kv {
-        KvLayout::Contiguous => 1,
-        KvLayout::Paged { page_size } => page_size,
-    }
+    p.kv.page_size().unwrap_or(1)
 }
 
 /// Bytes of scales that the ledger expects one call of a sequence of this length to read.

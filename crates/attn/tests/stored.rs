@@ -267,6 +267,23 @@ fn bad_scales_and_strides_are_refused_by_name_before_anything_is_read() {
 }
 
 #[test]
+fn values_given_beside_the_keys_that_hold_them_are_refused_by_name() {
+    let c = Case::new(HeadShape::latent(1, 64, 64), Mask::CAUSAL, &[(2, 50)]).dtypes(DType::F32, DType::I8);
+    let plan = Case { seed: 3, ..c.scaled(ScaleGrain::Token) }.plan(&machine(1));
+    const CODES: &[i8] = &[1; 3200];
+    let field = |v: Buf<'static>, scales: &'static [f32]| {
+        let mut t = Tokens { plan: plan.clone(), ..Tokens::new(&machine(1), 2, 50, ScaleGrain::Token) };
+        let result = t.run(|a| (a.v, a.kv_scales.v) = (v, Buf::F32(scales)));
+        assert_eq!(result.is_err(), t.out.iter().all(|&x| x == -1.0), "a refused call left traces");
+        result.err().map_or(String::new(), |e| e.field)
+    };
+    assert_eq!(field(Buf::I8(&[]), &[]), "");
+    assert_eq!(field(Buf::I8(CODES), &[]), "v length");
+    assert_eq!(field(Buf::I8(&[]), &[0.5; 50]), "v_scales length");
+    assert_eq!(field(Buf::F32(&[]), &[]), "v dtype");
+}
+
+#[test]
 fn int4_strides_that_split_a_byte_and_pages_without_scales_are_refused() {
     let c =
         Case::new(HeadShape::new(2, 2, 64), Mask::CAUSAL, &[(1, 40)]).dtypes(DType::F32, DType::I4).paged(16);

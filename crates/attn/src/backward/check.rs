@@ -4,11 +4,10 @@ use suanpan_base::error::checked_product;
 use suanpan_base::{BadArgument, DType};
 use suanpan_ledger::BackwardBooks;
 
-use super::pages::pages_of;
 use super::plan::BackwardPlan;
 use super::run::BackwardArgs;
 use super::workspace::{BackwardWorkspace, Sizes};
-use crate::check::{extent, rows_are_disjoint};
+use crate::check::{extent, rows_are_disjoint, whole_pages};
 use crate::extras::Asked;
 use crate::problem::KvLayout;
 use crate::run::Strides;
@@ -139,7 +138,7 @@ fn check_rows(r: &Rows, kv: KvLayout) -> Result<(), BadArgument> {
     let Strides { token, head, page } = r.strides;
     if let (false, KvLayout::Paged { page_size }) = (r.queries, kv) {
         // How many pages there are decides which ids are in range.
-        let pages = pages_of(field, r.len, r.strides, (page_size, r.heads, r.width))?;
+        let pages = whole_pages((OP, field), r.len, r.strides, (page_size, r.heads, r.width))?;
         if r.written && !rows_are_disjoint([(page_size, token), (r.heads, head), (pages, page)], r.width) {
             let supported = format!("rows of {} elements that do not overlap", r.width);
             return Err(refuse(format!("{field} strides"), format!("{:?}", r.strides), supported));

@@ -7,7 +7,6 @@ use super::run::BackwardArgs;
 use super::workspace::BackwardWorkspace;
 use crate::check::{table_row, whole_pages};
 use crate::problem::KvLayout;
-use crate::run::Strides;
 
 const OP: &str = "attention backward";
 
@@ -51,19 +50,8 @@ fn pages_held(plan: &BackwardPlan, args: &BackwardArgs<'_>, page_size: usize) ->
         ("dk", args.dk.len(), args.dk_strides, h.head_dim_qk),
         ("dv", args.dv.len(), args.dv_strides, h.head_dim_v),
     ] {
-        fewest = fewest.min(pages_of(field, len, strides, (page_size, h.num_kv_heads, width))?);
+        let page = (page_size, h.num_kv_heads, width);
+        fewest = fewest.min(whole_pages((OP, field), len, strides, page)?);
     }
     Ok(fewest)
-}
-
-/// Whole pages of one buffer.
-pub(crate) fn pages_of(
-    field: &str,
-    len: usize,
-    strides: Strides,
-    page: (usize, usize, usize),
-) -> Result<usize, BadArgument> {
-    whole_pages(len, strides, page).ok_or_else(|| {
-        BadArgument::new(OP, format!("{field} strides"), format!("{strides:?}"), "offsets below 2^64")
-    })
 }

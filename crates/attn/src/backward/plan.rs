@@ -14,7 +14,7 @@ use suanpan_ledger::{BackwardBooks, kernel};
 use crate::cpu::detect::Machine;
 use crate::extras::Extras;
 use crate::plan::Limits;
-use crate::problem::{KvLayout, Problem};
+use crate::problem::Problem;
 
 /// The name under which this file refuses a request.
 const OP: &str = "attention backward plan";
@@ -264,12 +264,8 @@ impl BackwardPlan {
 
     /// Pages that a schedule within the limits can name; 0 when contiguous.
     pub(crate) fn max_pages(&self) -> usize {
-        match self.problem.kv {
-            KvLayout::Contiguous => 0,
-            KvLayout::Paged { page_size } => {
-                self.limits.max_seqs * self.limits.max_seqlen_k.div_ceil(page_size)
-            }
-        }
+        let pages = |page_size| self.limits.max_seqs * self.limits.max_seqlen_k.div_ceil(page_size);
+        self.problem.kv.page_size().map_or(0, pages)
     }
 
     /// Whether dq is summed in the workspace: narrower elements cannot hold sums.

@@ -90,12 +90,13 @@ impl Start {
 impl Scales {
     pub fn new(plan: &Plan, given: &KvScales<'_>) -> Scales {
         let grain = plan.problem.kv_scales;
-        let k = (Start::new(&given.k), crate::scales::strides_of(grain, given.k_strides));
-        let v = match plan.problem.heads.values_in_keys {
-            true => k,
-            false => (Start::new(&given.v), crate::scales::strides_of(grain, given.v_strides)),
-        };
-        Scales { grain, k: k.0, k_strides: k.1, v: v.0, v_strides: v.1 }
+        Scales {
+            grain,
+            k: Start::new(&given.k),
+            k_strides: crate::scales::strides_of(grain, given.k_strides),
+            v: Start::new(&given.v),
+            v_strides: crate::scales::strides_of(grain, given.v_strides),
+        }
     }
 
     /// Where a run of keys has the scales of head `head`.

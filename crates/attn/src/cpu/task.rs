@@ -11,7 +11,6 @@ use super::seen::{Bits, Sight};
 use crate::dropout::Dropout;
 use crate::extras::Extras;
 use crate::plan::{DIRECT_TASK_ROWS, KEY_BLOCK, Plan, Unit};
-use crate::problem::KvLayout;
 use crate::run::{Args, Strides};
 use crate::workspace::TILE_ROWS;
 use crate::workspace::{SlotLayout, Workspace, padded};
@@ -186,10 +185,6 @@ impl<'a> Call<'a> {
         let counts = &ws.counts[..plan.seqs.len()];
         arrivals.iter().for_each(|a| a.store(0, Ordering::Relaxed));
         counts.iter().flatten().for_each(|n| n.store(0, Ordering::Relaxed));
-        let values = match heads.values_in_keys {
-            true => (args.k, args.k_strides),
-            false => (args.v, args.v_strides),
-        };
         let scale = f64::from(plan.problem.scale());
         let scale_log2 = (scale * std::f64::consts::LOG2_E) as f32;
         Call {
@@ -218,13 +213,10 @@ impl<'a> Call<'a> {
             q_strides: args.q_strides,
             k: Src::of(args.k),
             k_strides: args.k_strides,
-            v: Src::of(values.0),
-            v_strides: values.1,
+            v: Src::of(args.v),
+            v_strides: args.v_strides,
             scales: Scales::new(plan, &args.kv_scales),
-            page_size: match plan.problem.kv {
-                KvLayout::Contiguous => None,
-                KvLayout::Paged { page_size } => Some(page_size),
-            },
+            page_size: plan.problem.kv.page_size(),
             page_table: args.page_table,
             page_table_stride: args.page_table_stride,
             out: Dst::of(args.out),

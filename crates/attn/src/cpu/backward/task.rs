@@ -13,7 +13,6 @@ use crate::cpu::seen::{Bits, Sight};
 use crate::cpu::task::{Dst, Src};
 use crate::dropout::Dropout;
 use crate::extras::Extras;
-use crate::problem::KvLayout;
 use crate::run::Strides;
 use crate::workspace::TILE_ROWS;
 
@@ -232,10 +231,7 @@ impl<'a> Call<'a> {
             q: Source::new(args.q, args.q_strides),
             k: Source::new(args.k, args.k_strides),
             v: Source::new(args.v, args.v_strides),
-            page_size: match plan.problem.kv {
-                KvLayout::Contiguous => None,
-                KvLayout::Paged { page_size } => Some(page_size),
-            },
+            page_size: plan.problem.kv.page_size(),
             page_table: args.page_table,
             page_table_stride: args.page_table_stride,
             out: Source::new(args.out, args.out_strides),

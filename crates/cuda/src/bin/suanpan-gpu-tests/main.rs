@@ -29,6 +29,12 @@ impl Report {
         println!("{} {name}: {detail}", if ok { "ok  " } else { "FAIL" });
     }
 
+    /// Good where a launch was refused by name.
+    fn refused(&mut self, name: &str, launch: Result<(), Error>) {
+        let ok = matches!(launch, Err(Error::Unsupported { .. }));
+        self.line(ok, name, launch.err().map_or(String::new(), |e| e.to_string()));
+    }
+
     fn errors(&mut self, name: &str, e: &Errors) {
         let detail = format!(
             "err {:.2e} plain {:.2e} rounding {:.2e} lse {:.1e} bad {}",
