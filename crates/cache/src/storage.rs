@@ -33,7 +33,8 @@ pub struct LayerShape {
 impl LayerShape {
     /// Bytes of the keys and values of `tokens` tokens, scales included.
     pub fn bytes(&self, tokens: usize) -> u64 {
-        let scales = scale_pair_bytes(self.heads, self.scale_bytes()) * (self.heads.num_kv_heads * tokens) as u64;
+        let scales =
+            scale_pair_bytes(self.heads, self.scale_bytes()) * (self.heads.num_kv_heads * tokens) as u64;
         kv_write_bytes(self.heads, tokens, self.dtype) + scales
     }
 
@@ -207,7 +208,12 @@ impl KvStorage {
         let heads = shape.heads;
         let kv_heads = heads.num_kv_heads;
         assert_eq!(k.len(), slots.len() * kv_heads * width(heads, Side::K), "keys of {} tokens", slots.len());
-        assert_eq!(v.len(), slots.len() * kv_heads * width(heads, Side::V), "values of {} tokens", slots.len());
+        assert_eq!(
+            v.len(),
+            slots.len() * kv_heads * width(heads, Side::V),
+            "values of {} tokens",
+            slots.len()
+        );
         self.scatter(layer, Side::K, slots, k);
         if !heads.values_in_keys {
             self.scatter(layer, Side::V, slots, v);

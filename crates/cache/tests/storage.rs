@@ -132,7 +132,10 @@ fn keys_that_hold_their_values_take_no_room_for_values() {
         for (row, (page, slot)) in rows.chunks(6).zip([(2, 1), (0, 2)]) {
             for (dim, want) in row.iter().enumerate() {
                 let found = at(storage.k(1), storage.k_strides(1), page, 0, slot, dim) * scale(page, slot);
-                assert!((found - want).abs() <= 0.51 * scale(page, slot) * f32::from(u8::from(dtype.is_code())), "{found} for {want}");
+                assert!(
+                    (found - want).abs() <= 0.51 * scale(page, slot) * f32::from(u8::from(dtype.is_code())),
+                    "{found} for {want}"
+                );
             }
         }
         let other = storage.k(0);

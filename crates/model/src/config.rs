@@ -279,7 +279,8 @@ impl ModelConfig {
 
     fn check_experts(&self) -> Result<(), BadArgument> {
         const OP: &str = "model config";
-        let Some(ExpertsConfig { count, per_token, width, shared_width, dense_layers, scale }) = self.experts else {
+        let Some(ExpertsConfig { count, per_token, width, shared_width, dense_layers, scale }) = self.experts
+        else {
             return Ok(());
         };
         let sizes = [
@@ -289,7 +290,9 @@ impl ModelConfig {
             ("n_shared_experts * moe_intermediate_size", shared_width, 0, MAX_SIZE),
             ("first_k_dense_replace", dense_layers, 0, self.layers.len()),
         ];
-        if let Some((field, n, least, most)) = sizes.into_iter().find(|(_, n, least, most)| n < least || n > most) {
+        if let Some((field, n, least, most)) =
+            sizes.into_iter().find(|(_, n, least, most)| n < least || n > most)
+        {
             return Err(BadArgument::new(OP, field, n, format!("{least} to {most}")));
         }
         if !(scale.is_finite() && scale > 0.0) {

@@ -96,7 +96,11 @@ pub(crate) fn with_biases(
 }
 
 /// Experts of gpt-oss in safetensors: rows of gate and up in turn.
-fn in_turn(facts: ExpertsConfig, hidden: usize, store: &mut LayerStore<'_>) -> Result<Vec<Gated>, ModelError> {
+fn in_turn(
+    facts: ExpertsConfig,
+    hidden: usize,
+    store: &mut LayerStore<'_>,
+) -> Result<Vec<Gated>, ModelError> {
     let (count, inter) = (facts.count, facts.width);
     let up_bias = store.tensor("mlp.experts.gate_up_proj_bias", &[count, 2 * inter])?.to_f32();
     let down_bias = store.tensor("mlp.experts.down_proj_bias", &[count, hidden])?.to_f32();

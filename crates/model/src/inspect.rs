@@ -228,7 +228,12 @@ fn tensors(model: &Model) -> Vec<TensorFacts> {
 
 fn sizes(config: &ModelConfig) -> Sizes {
     let (heads, family, biases) = (config.heads, config.family, config.biases);
-    let with_bias = [("qkv", biases.qkv), ("o", biases.o), ("mlp", biases.mlp), ("experts", family.experts == Experts::OverChosen)];
+    let with_bias = [
+        ("qkv", biases.qkv),
+        ("o", biases.o),
+        ("mlp", biases.mlp),
+        ("experts", family.experts == Experts::OverChosen),
+    ];
     Sizes {
         vocab_size: config.vocab_size,
         hidden_size: config.hidden_size,

@@ -89,7 +89,9 @@ pub fn yarn_attention_factor(
 ) -> f64 {
     // As the reference does, a scale of 0 counts as not given.
     let both = one_dim.zip(all_dim).filter(|&(m, all)| m != 0.0 && all != 0.0);
-    given.unwrap_or_else(|| both.map_or(mscale(factor, 1.0), |(m, all)| mscale(factor, m) / mscale(factor, all)))
+    given.unwrap_or_else(|| {
+        both.map_or(mscale(factor, 1.0), |(m, all)| mscale(factor, m) / mscale(factor, all))
+    })
 }
 
 /// The same under LongRoPE: `given`, else sqrt(1 + ln(factor) / ln(original)), with `factor` the extension of the length.

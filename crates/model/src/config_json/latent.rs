@@ -44,7 +44,8 @@ pub(super) fn heads(fields: &Fields, family: &Family, hidden_size: usize) -> Res
 
 fn latent(fields: &Fields, num_q_heads: usize, num_kv_heads: usize) -> Result<Heads, ModelError> {
     if num_kv_heads != num_q_heads {
-        let supported = format!("num_attention_heads = {num_q_heads}: each has its part of the latent vector");
+        let supported =
+            format!("num_attention_heads = {num_q_heads}: each has its part of the latent vector");
         return Err(ModelError::bad(fields.file, "num_key_value_heads", num_kv_heads, supported));
     }
     let need = |key: &str| fields.need(key, fields.size(key)?);

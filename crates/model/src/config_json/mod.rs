@@ -78,7 +78,8 @@ pub fn config(file: &str, bytes: &[u8], name: &str) -> Result<ModelConfig, Model
     })?;
     refuse_unsupported(&fields, family)?;
     let hidden_size = fields.need("hidden_size", fields.size("hidden_size")?)?;
-    let latent::Heads { shape: heads, latent, rope_dim, scale } = latent::heads(&fields, family, hidden_size)?;
+    let latent::Heads { shape: heads, latent, rope_dim, scale } =
+        latent::heads(&fields, family, hidden_size)?;
     let claimed = fields.size("max_position_embeddings")?.unwrap_or(2048);
     let rope::Ropes { ropes, rotary_dim } = rope::ropes(&fields, family, rope_dim, claimed)?;
     let local = ropes.len() - 1;

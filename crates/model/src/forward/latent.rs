@@ -70,7 +70,11 @@ impl Ctx<'_> {
             let part = &mut gathered[..rows * nope];
             gather(part, nope, raw, raw_cols, h * head);
             self.input.set(part, rows, nope);
-            ops::linear(&mut [(up.weight.weight(), out(&mut q[h * width..], q_cols))], self.input, self.linear);
+            ops::linear(
+                &mut [(up.weight.weight(), out(&mut q[h * width..], q_cols))],
+                self.input,
+                self.linear,
+            );
         }
         self.watch.mark(Op::Qkv);
     }

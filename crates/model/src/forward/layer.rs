@@ -206,8 +206,7 @@ impl Ctx<'_> {
         act: &mut [f32],
     ) {
         let inter = gated.gate.weight.rows();
-        let (gate, up, act) =
-            (&mut gate[..rows * inter], &mut up[..rows * inter], &mut act[..rows * inter]);
+        let (gate, up, act) = (&mut gate[..rows * inter], &mut up[..rows * inter], &mut act[..rows * inter]);
         let mut jobs =
             [(gated.gate.weight.weight(), out(gate, inter)), (gated.up.weight.weight(), out(up, inter))];
         ops::linear(&mut jobs, self.input, self.linear);

@@ -17,12 +17,8 @@ use crate::rope::mscale;
 use crate::weights::{Tensor, Weights};
 
 /// Metadata of features that would change the numbers, each with the value that means "off".
-const REFUSED_UNLESS: [(&str, f64); 4] = [
-    ("attention.clamp_kqv", 0.0),
-    ("logit_scale", 1.0),
-    ("residual_scale", 1.0),
-    ("embedding_scale", 1.0),
-];
+const REFUSED_UNLESS: [(&str, f64); 4] =
+    [("attention.clamp_kqv", 0.0), ("logit_scale", 1.0), ("residual_scale", 1.0), ("embedding_scale", 1.0)];
 /// Layers of the Gemma 2 and 3 of 27B, whose scores are scaled by hidden_size / heads instead of head_dim; their files do not say so.
 const GEMMA_27B_LAYERS: [usize; 2] = [46, 62];
 

@@ -122,7 +122,9 @@ fn qkv<R: Real>(
     let key = |up: &Linear| {
         // The file's product of a key is the transpose.
         let w = up.weight.to_f32();
-        let of = |n: usize| z.iter().enumerate().fold(R::of(0.0), |s, (r, &z)| s + R::of(f64::from(w[r * nope + n])) * z);
+        let of = |n: usize| {
+            z.iter().enumerate().fold(R::of(0.0), |s, (r, &z)| s + R::of(f64::from(w[r * nope + n])) * z)
+        };
         (0..nope).map(of).chain(rotated.iter().copied()).collect::<Vec<R>>()
     };
     let k = latent.q_up.iter().flat_map(key).collect();
