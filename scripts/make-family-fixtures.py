@@ -405,6 +405,36 @@ def fp8_models():
     write_fp8("fp8-rows", "qwen3", 31, (1, 1 << 20), packed, "_scale")
 
 
+def to_mxfp4(value):
+    """[experts, rows, cols] to blocks of 32 as files hold them: two neighbours a byte, the first in the low half, and scales of a power of two."""
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat([numbers, -numbers])
+    blocks = value.reshape(*value.shape[:-1], -1, 32)
+    exponent = torch.floor(torch.log2(blocks.abs().amax(-1, keepdim=True))) - 2
+    digits = (blocks / torch.exp2(exponent)).unsqueeze(-1).sub(numbers).abs().argmin(-1).to(torch.uint8)
+    return digits[..., 0::2] | digits[..., 1::2] << 4, (exponent.squeeze(-1) + 127).to(torch.uint8)
+
+
+def mxfp4_model():
+    """Experts of gpt-oss in MXFP4; the reference runs on what `transformers` itself reads from the blocks."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+    model = make("gpt_oss", 12, hidden_size=32, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+                 tie_word_embeddings=False, rope_parameters=rope(theta=150000.0))
+    tensors, exact = {}, {}
+    for key, value in base.state(model).items():
+        if key.endswith(("gate_up_proj", "down_proj")):
+            blocks, scales = to_mxfp4(value.transpose(1, 2).contiguous())
+            exact[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        else:
+            tensors[key] = value.to(torch.bfloat16)
+    model.load_state_dict(exact, strict=False)
+    write_folder("gpt-oss-mxfp4", model, base.new_style(model.config) | {"quantization_config": {"quant_method": "mxfp4"}})
+    save_file({k: v.contiguous() for k, v in tensors.items()}, OUT / "gpt-oss-mxfp4/model.safetensors", metadata={"format": "pt"})
+    (OUT / "gpt-oss-mxfp4/model.safetensors").chmod(0o644)
+    write_logits("gpt-oss-mxfp4", model, [40])
+
+
 def rope_models():
     """RoPE variants on a Llama of an original length of 64 tokens; prompts within and past it."""
     linear = make("llama", 20, rope_parameters=rope("linear", factor=4.0))
@@ -439,9 +469,10 @@ def main():
     rope_models()
     fp8_models()
     latent_models()
+    mxfp4_model()
     total = sum(f.stat().st_size for f in OUT.rglob("*") if f.is_file())
     print(f"{total} bytes in {OUT}")
-    assert total < 3_000_000, "the committed fixtures stay small"
+    assert total < 4_000_000, "the committed fixtures stay small"
 
 
 if __name__ == "__main__":
