@@ -141,24 +141,21 @@ __device__ __forceinline__ Part part_of(const ForwardParams& p, const AnyTile& t
 }
 
 // Tile number -> tile; false when the sequence has no such tile. Order: sections whose K and V fit in L2 together. Where later
-// rows see more, longest first inside a section, and the shortest quarter of all sections is kept for the end (a sixteenth of
-// the work), where it fills the gaps that the last long tiles leave.
+// rows see more, longest first inside a section, and the shortest quarter of all tiles is kept for the end (a sixteenth of the
+// work), where it fills the gaps that the last long tiles leave; section by section too, or it would read K and V again for each row of tiles.
 template <int NUM_WG, int BN, int MODE> __device__ __forceinline__ bool tile_at(const ForwardParams& p, int i, volatile Tile& t) {
   constexpr int BM = NUM_WG * 64;
   const bool longest_first = MODE == kCausal || (MODE == kFeatures && p.longest_first);
   const int num_m = (p.seqlen_q_max + BM - 1) / BM;
   const int all_units = p.batch * p.num_kv_heads;
-  const int short_m = longest_first ? num_m / 4 : 0;
-  int top = num_m, first = 0, units = all_units;
-  if (i < all_units * p.group_size * (num_m - short_m)) {
-    const int per_unit = (num_m - short_m) * p.group_size;
-    first = i / (per_unit * p.units_per_section) * p.units_per_section;
-    units = min(p.units_per_section, all_units - first);
-    i -= first * per_unit;
-  } else {
-    top = short_m;
-    i -= all_units * p.group_size * (num_m - short_m);
-  }
+  const int short_m = longest_first && 2 * p.seqlen_q_max > p.seqlen_k_max ? num_m / 4 : 0;  // behind a long history no tile is short
+  const bool is_long = i < all_units * p.group_size * (num_m - short_m);
+  if (!is_long) i -= all_units * p.group_size * (num_m - short_m);
+  // Short tiles see a quarter of the keys at most: four times as many units fit.
+  const int top = is_long ? num_m : short_m, per_unit = (is_long ? num_m - short_m : short_m) * p.group_size;
+  const int section = is_long ? p.units_per_section : min(4 * p.units_per_section, all_units);
+  const int first = i / (per_unit * section) * section, units = min(section, all_units - first);
+  i -= first * per_unit;
   const int heads = units * p.group_size;
   const int rank = i / heads;
   const int h = i - rank * heads;

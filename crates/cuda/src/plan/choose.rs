@@ -5,7 +5,7 @@ use suanpan_base::{BadArgument, DType, Mask, ScaleGrain, SeqLen};
 
 use super::{Choice, Device, Kernel, OP, Slower};
 use crate::attention::decode::KvType;
-use crate::attention::forward;
+use crate::attention::{forward, forward_fp8};
 use crate::shapes::{FORWARD, FORWARD_FP8, FORWARD_MORE, ForwardShape, Fp8Shape};
 
 /// Tokens that a kernel counts.
@@ -30,12 +30,6 @@ pub(super) fn check_any(p: &Problem) -> Fits<()> {
             true,
             "false: latent attention has a launch of its own (`decode_mla`)",
         );
-    }
-    if p.kv_scales != ScaleGrain::None && p.kv_scale_dtype != DType::F32 {
-        return refuse("kv_scale_dtype", p.kv_scale_dtype, "f32 on this device");
-    }
-    if p.heads.values_in_keys {
-        return refuse("values_in_keys", true, "false: `attention::decode_mla` is launched by itself");
     }
     if p.kv_scale_dtype != DType::F32 {
         return refuse("kv_scale_dtype", p.kv_scale_dtype, "f32 on this device");
@@ -90,7 +84,7 @@ fn plain(p: &Problem) -> bool {
     !(s.bias || s.alibi || s.sink || s.dropout.is_some() || s.softcap.is_some_and(|c| c != 0.0) || p.tree)
 }
 
-fn fp8_shape(p: &Problem) -> Fits<Fp8Shape> {
+pub(super) fn fp8_shape(p: &Problem) -> Fits<Fp8Shape> {
     if p.q_dtype != DType::Bf16 || p.kv_dtype != DType::E4m3 {
         return refuse(
             "q_dtype, kv_dtype",
@@ -98,11 +92,8 @@ fn fp8_shape(p: &Problem) -> Fits<Fp8Shape> {
             "bf16 queries of e4m3 keys",
         );
     }
-    if p.kv != KvLayout::Contiguous {
-        return refuse("kv", p.kv, "contiguous e4m3 keys and values in the forward");
-    }
-    if !matches!(p.kv_scales, ScaleGrain::None | ScaleGrain::Tensor | ScaleGrain::Head) {
-        return refuse("kv_scales", p.kv_scales, "none, one a tensor or one a head in the e4m3 forward");
+    if p.kv_scales == ScaleGrain::Token {
+        return refuse("kv_scales", p.kv_scales, "none, one a tensor, head or page in the e4m3 forward");
     }
     if ![Mask::FULL, Mask::CAUSAL].contains(&p.mask) || !plain(p) {
         return refuse("mask, scores", format!("{}{}", p.mask, p.scores), "full and causal, plain scores");
@@ -189,7 +180,8 @@ pub(super) fn choose(
     }
     let (kernel, why) = match fp8_shape(p) {
         Ok(shape) => {
-            let function = if p.mask == Mask::FULL { "forward_fp8_full" } else { "forward_fp8_causal" };
+            let pages = p.kv != KvLayout::Contiguous;
+            let function = forward_fp8::function(p.mask, pages).unwrap_or("forward_fp8_causal");
             (Kernel::ForwardFp8 { shape, function }, "e4m3 keys: products at twice the 16-bit rate")
         }
         Err(fp8) => match forward_shape(p) {

@@ -116,7 +116,7 @@ impl Layout {
     pub(super) fn of(plan: &Plan) -> Result<Layout, BadArgument> {
         let (p, l) = (&plan.problem, plan.limits);
         let seqs = l.max_seqs as u64;
-        let fp8 = p.kv_dtype == DType::E4m3 && p.kv == KvLayout::Contiguous;
+        let fp8 = super::choose::fp8_shape(p).is_ok();
         let codes = if fp8 { l.max_total_q * p.heads.num_q_heads * p.heads.head_dim_qk } else { 0 };
         let mut at = 256; // the counter of tiles comes first
         let mut take = |bytes: u64| {
@@ -444,7 +444,9 @@ impl Call<'_> {
             head_dim: dim as u32,
             rotate: a.rotated_keys,
         };
-        let given = |x: View| (p.kv_scales != ScaleGrain::None).then_some(x.address);
+        // Pages bring their scales.
+        let packed = p.kv == KvLayout::Contiguous && p.kv_scales != ScaleGrain::None;
+        let given = |x: View| packed.then_some(x.address);
         let head_stride = if p.kv_scales == ScaleGrain::Head { a.kv_scales.strides.head as u32 } else { 0 };
         let forward = ForwardFp8 {
             attention,

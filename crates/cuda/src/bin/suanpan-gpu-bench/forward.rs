@@ -28,6 +28,8 @@ fn asked(name: &str) -> Option<Asked> {
         a.mask = Mask::chunked(chunk);
     } else if let Some(page_size) = number("page") {
         a.page_size = Some(page_size as u32);
+    } else if let Some(page_size) = number("fp8page") {
+        (a.page_size, a.fp8) = (Some(page_size as u32), true);
     } else {
         match name {
             "full" => a.mask = Mask::FULL,
