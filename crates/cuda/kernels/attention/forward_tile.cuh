@@ -43,6 +43,8 @@ struct ForwardParams {
   float softcap_inner;         // 2 * softmax_scale * log2(e) / cap
   float dot_scale_log2;        // softmax_scale * log2(e)
   int change_scores;           // there is a cap, a slope or a bias: dot products become scores in powers of two before the softmax
+  int pack_log2;               // of the query heads that share a kv head where rows are (token, head) and a tile has all of these heads; else 0:
+                               // then group_size is 1 and seqlen_q_max counts rows, as a tile's len_q does
   // From here on: read by forward_more alone.
   const float* bias;           // natural; [sequence, query head, query token, key] under the strides, which may be 0; or null
   long long bias_seq_stride;
@@ -86,7 +88,7 @@ template <int D, int DV> struct Layout {
 struct Part { int start, end, whole_start, whole_end; };
 
 struct alignas(16) Tile {
-  int row0;  // first query row, within the sequence; negative where the first warpgroups have no rows
+  int row0;  // first query row, within the sequence, as len_q counts; negative where the first warpgroups have no rows
   int head;  // -1: no more tiles
   int kv_head, q0, k0, len_q, len_k, batch;
   int key_start, key_end;  // kFeatures: keys that some row of the tile sees lie between
@@ -102,7 +104,7 @@ template <int MODE, class AnyTile> __device__ __forceinline__ Keys visible(const
   if (MODE == kFull) return {0, t.len_k};
   if (MODE == kCausal) return {0, max(0, min(t.len_k, t.len_k - t.len_q + row + 1))};
   const auto clip = [&](int x) { return max(0, min(x, t.len_k)); };
-  const int centre = row + (p.top_left ? 0 : t.len_k - t.len_q);
+  const int centre = (row >> p.pack_log2) + (p.top_left ? 0 : t.len_k - (t.len_q >> p.pack_log2));
   int start = clip(centre - p.left), end = clip(centre + p.right + 1);
   if (p.chunk) {
     const int first = (centre >= 0 ? centre / p.chunk : -1) * p.chunk;  // no key lies before 0: any chunk down there is empty
@@ -136,7 +138,7 @@ __device__ __forceinline__ Part part_of(const ForwardParams& p, const AnyTile& t
   const Keys some = key_tiles<BN, MODE>(visible_hull<MODE>(p, t, row0, row0 + rows - 1));
   int whole_end = visible<MODE>(p, t, row0).end / BN;
   const int whole_start = MODE == kFeatures ? (visible<MODE>(p, t, row0 + rows - 1).start + BN - 1) / BN : 0;
-  if (MODE == kFeatures && p.tree) whole_end = min(whole_end, max(0, t.len_k - t.len_q) / BN);
+  if (MODE == kFeatures && p.tree) whole_end = min(whole_end, max(0, t.len_k - (t.len_q >> p.pack_log2)) / BN);
   return {some.start, some.end, whole_start, whole_end};
 }
 
@@ -148,7 +150,8 @@ template <int NUM_WG, int BN, int MODE> __device__ __forceinline__ bool tile_at(
   const bool longest_first = MODE == kCausal || (MODE == kFeatures && p.longest_first);
   const int num_m = (p.seqlen_q_max + BM - 1) / BM;
   const int all_units = p.batch * p.num_kv_heads;
-  const int short_m = longest_first && 2 * p.seqlen_q_max > p.seqlen_k_max ? num_m / 4 : 0;  // behind a long history no tile is short
+  const int pack = MODE == kFeatures ? p.pack_log2 : 0;
+  const int short_m = longest_first && 2 * (p.seqlen_q_max >> pack) > p.seqlen_k_max ? num_m / 4 : 0;  // behind a long history no tile is short
   const bool is_long = i < all_units * p.group_size * (num_m - short_m);
   if (!is_long) i -= all_units * p.group_size * (num_m - short_m);
   // Short tiles see a quarter of the keys at most: four times as many units fit.
@@ -166,8 +169,8 @@ template <int NUM_WG, int BN, int MODE> __device__ __forceinline__ bool tile_at(
   t.batch = b;
   t.kv_head = kv_head;
   t.head = kv_head * p.group_size + h % p.group_size;
-  int q0 = b * p.seqlen_q_max, len_q = p.seqlen_q_max, k0 = b * p.seqlen_k_max, len_k = p.seqlen_k_max;
-  if (p.cu_q) { q0 = p.cu_q[b]; len_q = p.cu_q[b + 1] - q0; }
+  int q0 = (b * p.seqlen_q_max) >> pack, len_q = p.seqlen_q_max, k0 = b * p.seqlen_k_max, len_k = p.seqlen_k_max;
+  if (p.cu_q) { q0 = p.cu_q[b]; len_q = (p.cu_q[b + 1] - q0) << pack; }
   if (p.cu_k) { k0 = p.cu_k[b]; len_k = p.cu_k[b + 1] - k0; }
   t.q0 = q0;
   t.k0 = k0;

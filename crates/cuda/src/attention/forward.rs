@@ -151,6 +151,9 @@ pub struct Forward {
     pub tree: Option<Tree>,
     /// Positive; usually 1 / sqrt(head_dim).
     pub softmax_scale: f32,
+    /// A tile's rows are (token, query head of a group), so that few tokens fill a tile and a group reads K and V once. For groups of 2 to 64
+    /// heads, a power of two, without ALiBi, sinks, bias and dropout, which differ from head to head.
+    pub pack_gqa: bool,
 }
 
 /// Mirrors `ForwardParams` of the kernels.
@@ -195,6 +198,7 @@ struct Features {
     softcap_inner: f32,
     dot_scale_log2: f32,
     change_scores: i32,
+    pack_log2: i32,
     more: More,
 }
 
@@ -264,10 +268,12 @@ impl Forward {
                 "positive, at most 2.3e38 and not vanishing beside the scale",
             );
         }
+        self.check_pack()?;
         let tiles =
             u64::from(self.seqlen_q_max.div_ceil(64)) * u64::from(self.batch) * u64::from(self.num_q_heads);
         let tokens = self.total_q.max(self.total_k).max(self.seqlen_q_max).max(self.seqlen_k_max);
-        if tokens > TOKENS_MAX || tiles > 1 << 30 {
+        let rows = u64::from(self.seqlen_q_max) * u64::from(self.packed_heads());
+        if tokens > TOKENS_MAX || rows > u64::from(TOKENS_MAX) || tiles > 1 << 30 {
             let asked = format!("{tokens} tokens, {tiles} tiles");
             return bad("total_q, total_k", asked, "up to 2^30 tokens and tiles");
         }
@@ -285,6 +291,25 @@ impl Forward {
         }
         self.check_more()?;
         self.check_pages()
+    }
+
+    fn check_pack(&self) -> Result<(), Error> {
+        let group = self.num_q_heads / self.num_kv_heads;
+        if !self.pack_gqa || can_pack(group) && !self.differs_by_head() {
+            return Ok(());
+        }
+        let asked = format!("true for {group} query heads a kv head, {:?}", self.scores);
+        let supported = "groups of 2, 4, .. 64 heads without ALiBi, sinks, bias and dropout";
+        Err(Error::Unsupported { field: "pack_gqa", asked, supported })
+    }
+
+    fn differs_by_head(&self) -> bool {
+        self.scores.alibi_slopes.is_some() || self.scores.sinks.is_some() || self.has_more()
+    }
+
+    /// Query heads in a tile.
+    fn packed_heads(&self) -> u32 {
+        if self.pack_gqa { self.num_q_heads / self.num_kv_heads } else { 1 }
     }
 
     fn check_more(&self) -> Result<(), Error> {
@@ -332,7 +357,8 @@ impl Forward {
 
     /// The kernel that a launch puts on the stream.
     pub fn kernel_name(&self) -> &'static str {
-        function(self.mask, self.has_more(), self.plain() && !matches!(self.kv, KeysValues::Paged(_)))
+        let plain = self.plain() && !matches!(self.kv, KeysValues::Paged(_)) && !self.pack_gqa;
+        function(self.mask, self.has_more(), plain)
     }
 
     /// Nothing happens to scores beyond scale and mask.
@@ -400,6 +426,7 @@ impl Forward {
             softcap_inner: softcap.map_or(0.0, |cap| 2.0 * self.softmax_scale * LOG2_E / cap),
             dot_scale_log2: self.softmax_scale * LOG2_E,
             change_scores: i32::from(self.changes_scores()),
+            pack_log2: self.packed_heads().trailing_zeros() as i32,
             more: More::new(&self.scores),
         }
     }
@@ -430,8 +457,8 @@ impl Forward {
             total_q: self.total_q as i32,
             batch: self.batch as i32,
             num_kv_heads: self.num_kv_heads as i32,
-            group_size: (self.num_q_heads / self.num_kv_heads) as i32,
-            seqlen_q_max: self.seqlen_q_max as i32,
+            group_size: (self.num_q_heads / self.num_kv_heads / self.packed_heads()) as i32,
+            seqlen_q_max: (self.seqlen_q_max * self.packed_heads()) as i32,
             seqlen_k_max: self.seqlen_k_max as i32,
             units_per_section: self.units_per_section() as i32,
             scale,
@@ -442,7 +469,9 @@ impl Forward {
 
     /// Blocks for tiles of 64 * num_wg rows: one a multiprocessor, or one a tile where those are fewer.
     pub(super) fn blocks(&self, gpu: &Gpu, num_wg: u32) -> u32 {
-        (self.seqlen_q_max.div_ceil(num_wg * 64) * self.batch * self.num_q_heads).min(gpu.num_sms)
+        let packed = self.packed_heads();
+        let tiles = (self.seqlen_q_max * packed).div_ceil(num_wg * 64) * (self.num_q_heads / packed);
+        tiles.saturating_mul(self.batch).min(gpu.num_sms)
     }
 
     /// Puts the kernel on the device's stream.
@@ -470,9 +499,12 @@ impl Forward {
         let more = if self.has_more() { "more_" } else { "" };
         let cubin = format!("forward_{more}{}_{}_{}", self.head_dim, self.head_dim_v, self.dtype.name());
         let [num_wg, block_n, smem] = gpu.constants(&cubin, "forward_tiling")?;
+        let packed = self.packed_heads();
+        // Columns, heads of a tile, tokens, tiles' heads.
         let rows = |x: &Operand, dim: u32| {
-            let dims = [u64::from(dim), u64::from(self.total_q), u64::from(self.num_q_heads)];
-            encode(self.dtype, x.address, &dims, &[x.token_stride, x.head_stride], &[64, 64, 1])
+            let dims = [dim, packed, self.total_q, self.num_q_heads / packed].map(u64::from);
+            let strides = [x.head_stride, x.token_stride, x.head_stride * u64::from(packed)];
+            encode(self.dtype, x.address, &dims, &strides, &[64, packed, 64 / packed, 1])
         };
         let (mut q, mut o) = (rows(&self.q, self.head_dim)?, rows(&self.o, self.head_dim_v)?);
         let (mut k, mut v, box_rows) = self.key_value_maps(block_n)?;
@@ -498,6 +530,11 @@ pub(crate) fn function(mask: Mask, more: bool, plain: bool) -> &'static str {
         (false, true, Mask::CAUSAL) => "forward_causal",
         _ => "forward_features",
     }
+}
+
+/// Whether a tile can have all heads of a group this large.
+pub(crate) fn can_pack(group_size: u32) -> bool {
+    group_size.is_power_of_two() && (2..=64).contains(&group_size)
 }
 
 /// Greatest common divisor.

@@ -9,7 +9,10 @@ use super::{Kernel, Plan};
 /// Query tokens of a tile that loads K and V once.
 fn tile_q(plan: &Plan, len: SeqLen) -> usize {
     match plan.choice.as_ref().map(|c| c.kernel) {
-        Some(Kernel::Forward { shape, .. }) => 64 * shape.warpgroups as usize,
+        Some(Kernel::Forward { shape, pack_gqa, .. }) => {
+            let heads = if pack_gqa { plan.problem.heads.group_size() } else { 1 };
+            64 * shape.warpgroups as usize / heads
+        }
         Some(Kernel::ForwardFp8 { shape, .. }) => 64 * shape.warpgroups as usize,
         _ => len.seqlen_q.max(1),
     }
@@ -18,7 +21,7 @@ fn tile_q(plan: &Plan, len: SeqLen) -> usize {
 /// Tiles of different query heads load for themselves, but decode's, which hold a whole group.
 fn loads_a_group(plan: &Plan) -> u64 {
     match plan.choice.as_ref().map(|c| c.kernel) {
-        Some(Kernel::Decode(_)) | None => 1,
+        Some(Kernel::Decode(_) | Kernel::Forward { pack_gqa: true, .. }) | None => 1,
         Some(_) => plan.problem.heads.group_size() as u64,
     }
 }
@@ -37,7 +40,8 @@ pub(super) fn predicted(plan: &Plan, len: SeqLen) -> AttnBooks {
 fn reread(plan: &Plan, len: SeqLen) -> f64 {
     let (p, tile, loads) = (&plan.problem, tile_q(plan, len), loads_a_group(plan) as usize);
     let tiles = len.seqlen_q.div_ceil(tile);
-    let all: usize = plan.seqs.iter().map(|s| s.seqlen_q.div_ceil(tile)).sum::<usize>() * p.heads.num_q_heads;
+    let tiles_a_head = plan.seqs.iter().map(|s| s.seqlen_q.div_ceil(tile)).sum::<usize>();
+    let all = tiles_a_head * p.heads.num_kv_heads * loads;
     let sms = plan.device.num_sms as usize;
     let decodes = matches!(plan.choice.as_ref().map(|c| c.kernel), Some(Kernel::Decode(_)) | None);
     if decodes || all <= sms || len.seqlen_k == 0 || p.mask.left.is_some() || p.mask.chunk.is_some() {

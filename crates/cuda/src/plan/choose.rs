@@ -84,6 +84,14 @@ fn plain(p: &Problem) -> bool {
     !(s.bias || s.alibi || s.sink || s.dropout.is_some() || s.softcap.is_some_and(|c| c != 0.0) || p.tree)
 }
 
+/// Whether tiles of (token, head of a group) are a tenth fewer than a head's own: few query tokens a sequence.
+fn packs(p: &Problem, seqs: &[SeqLen], shape: ForwardShape) -> bool {
+    let (group, rows) = (p.heads.group_size(), 64 * shape.warpgroups as usize);
+    let differs = p.scores.alibi || p.scores.sink || p.scores.bias || p.scores.dropout.is_some();
+    let tiles = |heads: usize| seqs.iter().map(|s| (s.seqlen_q * heads).div_ceil(rows)).sum::<usize>();
+    !differs && forward::can_pack(group as u32) && 10 * tiles(group) <= 9 * group * tiles(1)
+}
+
 pub(super) fn fp8_shape(p: &Problem) -> Fits<Fp8Shape> {
     if p.q_dtype != DType::Bf16 || p.kv_dtype != DType::E4m3 {
         return refuse(
@@ -193,8 +201,10 @@ pub(super) fn choose(
                 } else {
                     "many rows: arithmetic bounds it"
                 };
-                let function = forward::function(p.mask, more, plain(p) && p.kv == KvLayout::Contiguous);
-                (Kernel::Forward { shape, function }, why)
+                let pack_gqa = packs(p, seqs, shape);
+                let plain = plain(p) && p.kv == KvLayout::Contiguous && !pack_gqa;
+                let function = forward::function(p.mask, more, plain);
+                (Kernel::Forward { shape, function, pack_gqa }, why)
             }
             Err(forward) => {
                 let last = if p.kv_dtype == DType::E4m3 { fp8 } else { forward };

@@ -56,6 +56,8 @@ pub enum Kernel {
         shape: ForwardShape,
         /// The function of its cubin.
         function: &'static str,
+        /// A tile has all query heads of a kv head.
+        pack_gqa: bool,
     },
     /// `kernels/attention/forward_fp8.cu` on q made e4m3 by `kernels/attention/quantise.cu`.
     ForwardFp8 {
@@ -192,9 +194,10 @@ impl Plan {
 impl fmt::Display for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Kernel::Forward { shape: s, function } => {
+            Kernel::Forward { shape: s, function, pack_gqa } => {
                 let rows = 64 * s.warpgroups;
-                write!(f, "{function} (forward.cu), tile {rows} x {}, {} stages", s.keys, s.stages)
+                let packed = if *pack_gqa { " of (token, head of a group)" } else { "" };
+                write!(f, "{function} (forward.cu), tile {rows}{packed} x {}, {} stages", s.keys, s.stages)
             }
             Kernel::ForwardFp8 { shape: s, function } => {
                 let rows = 64 * s.warpgroups;

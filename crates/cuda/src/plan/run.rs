@@ -3,7 +3,7 @@
 use suanpan_attn::{BiasStrides, DropoutKey, KvLayout, Problem, Strides};
 use suanpan_base::{BadArgument, DType, ScaleGrain};
 
-use super::{Kernel, Plan};
+use super::{Choice, Kernel, Plan};
 use crate::attention::Operand;
 use crate::attention::decode::{self, Decode, KvType, Pages};
 use crate::attention::forward::{self, Forward, KeysValues, Paged, Tree};
@@ -419,6 +419,10 @@ impl Call<'_> {
             // Two words of 32 bits a word of 64, the low one first.
             tree: x.tree.map(|(bits, words)| Tree { bits: bits.address, words: 2 * words as u32 }),
             softmax_scale: p.scale(),
+            pack_gqa: matches!(
+                self.plan.choice,
+                Some(Choice { kernel: Kernel::Forward { pack_gqa: true, .. }, .. })
+            ),
         }
     }
 

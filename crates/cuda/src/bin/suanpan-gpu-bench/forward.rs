@@ -16,18 +16,31 @@ struct Asked {
     alibi: bool,
     sinks: bool,
     fp8: bool,
+    /// Query tokens a sequence, four query heads a kv head; else as many as keys, and as many heads.
+    extend: Option<u32>,
+    pack_gqa: bool,
 }
 
 fn asked(name: &str) -> Option<Asked> {
     let number = |prefix: &str| name.strip_prefix(prefix)?.parse::<usize>().ok().filter(|n| *n > 0);
-    let mut a =
-        Asked { mask: Mask::CAUSAL, page_size: None, softcap: None, alibi: false, sinks: false, fp8: false };
+    let mut a = Asked {
+        mask: Mask::CAUSAL,
+        page_size: None,
+        softcap: None,
+        alibi: false,
+        sinks: false,
+        fp8: false,
+        extend: None,
+        pack_gqa: false,
+    };
     if let Some(window) = number("window") {
         a.mask = Mask::window(window);
     } else if let Some(chunk) = number("chunk").and_then(std::num::NonZeroUsize::new) {
         a.mask = Mask::chunked(chunk);
     } else if let Some(page_size) = number("page") {
         a.page_size = Some(page_size as u32);
+    } else if let Some(tokens) = number("extend").or(number("pack")) {
+        (a.extend, a.pack_gqa) = (Some(tokens as u32), name.starts_with("pack"));
     } else if let Some(page_size) = number("fp8page") {
         (a.page_size, a.fp8) = (Some(page_size as u32), true);
     } else {
@@ -96,37 +109,39 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
     let (dim, dim_v) = if dims == 192_128 { (192, 128) } else { (dims, dims) };
     let batch = (32768 / seqlen).max(1);
     let (heads, tokens) = (2048 / dim_v, batch * seqlen);
-    let buffer = |dim: u32, seed| random(gpu, tokens as usize * (heads * dim) as usize, seed, asked.fp8);
-    let (q, k, v) = (buffer(dim, 77)?, buffer(dim, 78)?, buffer(dim_v, 79)?);
+    let kv_heads = if asked.extend.is_some() { heads / 4 } else { heads };
+    let seqlen_q = asked.extend.unwrap_or(seqlen);
+    let buffer = |columns: u32, seed| random(gpu, tokens as usize * columns as usize, seed, asked.fp8);
+    let (q, k, v) = (buffer(heads * dim, 77)?, buffer(kv_heads * dim, 78)?, buffer(kv_heads * dim_v, 79)?);
     let o = Buffer::new(gpu, tokens as usize * (heads * dim_v) as usize * 2)?;
     let lse = Buffer::new(gpu, tokens as usize * heads as usize * 4)?;
     let counter = Buffer::from_slice(gpu, &[0u32; 2])?;
     let halves = Buffer::from_slice(gpu, &vec![0.5f32; heads as usize])?;
-    let operand = |b: &Buffer, dim: u32| Operand {
+    let operand = |b: &Buffer, heads: u32, dim: u32| Operand {
         address: b.address,
         token_stride: u64::from(heads * dim),
         head_stride: u64::from(dim),
     };
-    let rows = (operand(&k, dim), operand(&v, dim_v));
+    let rows = (operand(&k, kv_heads, dim), operand(&v, kv_heads, dim_v));
     let (kv, _table) = match asked.page_size {
         Some(page_size) => paged(gpu, rows, page_size, (batch, seqlen))?,
         None => (KeysValues::Packed { k: rows.0, v: rows.1 }, Buffer::new(gpu, 0)?),
     };
     let f = Forward {
-        q: operand(&q, dim),
+        q: operand(&q, heads, dim),
         kv,
-        o: operand(&o, dim_v),
+        o: operand(&o, heads, dim_v),
         lse: lse.address,
         counter: counter.address,
         cu_seqlens_q: None,
         cu_seqlens_k: None,
-        total_q: tokens,
+        total_q: batch * seqlen_q,
         total_k: tokens,
         batch,
-        seqlen_q_max: seqlen,
+        seqlen_q_max: seqlen_q,
         seqlen_k_max: seqlen,
         num_q_heads: heads,
-        num_kv_heads: heads,
+        num_kv_heads: kv_heads,
         head_dim: dim,
         head_dim_v: dim_v,
         dtype: Dtype::Bf16,
@@ -139,6 +154,7 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
         },
         tree: None,
         softmax_scale: 1.0 / (dim as f32).sqrt(),
+        pack_gqa: asked.pack_gqa,
     };
     let fp8 =
         ForwardFp8 { attention: f, q_scales: None, k_scales: None, v_scales: None, kv_scale_strides: (0, 0) };
@@ -160,6 +176,9 @@ fn report(
     let us = time_us(gpu, repeats, (150_000.0 / once) as usize, &mut launch)?;
     let square = f64::from(seqlen) * f64::from(seqlen);
     let pairs = match asked.mask {
+        mask if let Some(tokens) = asked.extend => {
+            mask.visible_pairs(SeqLen::new(tokens as usize, seqlen as usize)) as f64
+        }
         Mask::FULL => square,
         Mask::CAUSAL => square / 2.0,
         mask => mask.visible_pairs(SeqLen::new(seqlen as usize, seqlen as usize)) as f64,

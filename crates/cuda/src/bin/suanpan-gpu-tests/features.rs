@@ -26,6 +26,7 @@ struct Case {
     bias: Option<bool>,
     dropout: Option<f32>,
     page_size: Option<usize>,
+    pack_gqa: bool,
     heads: (usize, usize), // query, key
     lens: Vec<(usize, usize)>,
 }
@@ -222,6 +223,7 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
         },
         tree: c.tree.then_some(Tree { bits: tree.address, words: x.words as u32 }),
         softmax_scale: 1.0 / (c.dims.0 as f32).sqrt(),
+        pack_gqa: c.pack_gqa,
     };
     // SAFETY: the buffers cover the shapes and live past the synchronisation.
     unsafe { f.launch(gpu)? };
@@ -290,6 +292,7 @@ fn cases(dtype: Dtype, dims: (usize, usize)) -> Vec<Case> {
         bias: None,
         dropout: None,
         page_size: None,
+        pack_gqa: false,
         heads: (4, 2),
         lens,
     };
@@ -348,6 +351,43 @@ fn test_bits(gpu: &Gpu, report: &mut Report, plain: &Case) -> Result<(), Error> 
     Ok(())
 }
 
+/// Tiles of (token, head of a group) give every row the bits of tiles of one head.
+fn test_packed_heads(
+    gpu: &Gpu,
+    report: &mut Report,
+    dtype: Dtype,
+    dims: (usize, usize),
+) -> Result<(), Error> {
+    let differs = |c: &Case| c.alibi || c.sinks || c.bias.is_some() || c.dropout.is_some();
+    for heads in [(8, 2), (16, 1), (64, 1), (6, 3)] {
+        for (n, c) in cases(dtype, dims).into_iter().filter(|c| !differs(c)).enumerate() {
+            let c = Case { heads, lens: c.lens.iter().map(|l| (l.0.min(120), l.1)).collect(), ..c };
+            let x = c.inputs(7000 + n as u64);
+            let (apart, packed) = (run(gpu, &c, &x)?, run(gpu, &Case { pack_gqa: true, ..c.clone() }, &x)?);
+            let name = format!(
+                "forward {} d{}/{} {} heads packed by {}",
+                dtype.name(),
+                dims.0,
+                dims.1,
+                c.name,
+                heads.0 / heads.1
+            );
+            report.line(
+                packed.o == apart.o && packed.lse == apart.lse,
+                &format!("{name}: same bits"),
+                String::new(),
+            );
+            if heads == (8, 2) {
+                report.errors(&name, &check(&c, &x, &packed));
+            }
+        }
+    }
+    let c = Case { pack_gqa: true, heads: (6, 2), ..cases(dtype, dims)[0].clone() };
+    let refused = run(gpu, &c, &c.inputs(1)).err().map_or(String::new(), |e| e.to_string());
+    report.line(refused.contains("pack_gqa"), "forward refuses to pack three heads", refused);
+    Ok(())
+}
+
 pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
     for dims in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
         for dtype in [Dtype::Bf16, Dtype::Fp16] {
@@ -358,6 +398,7 @@ pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
                 report.errors(&name, &check(c, &x, &out));
             }
         }
+        test_packed_heads(gpu, report, Dtype::Bf16, dims)?;
         let all = cases(Dtype::Bf16, dims);
         test_bits(
             gpu,

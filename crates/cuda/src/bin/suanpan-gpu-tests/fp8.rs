@@ -193,6 +193,7 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
             scores: Scores::default(),
             tree: None,
             softmax_scale: 1.0 / (c.dim as f32).sqrt(),
+            pack_gqa: false,
         },
         q_scales: c.scaled.then_some(qs.address),
         k_scales: packed.then_some(ks.address),
