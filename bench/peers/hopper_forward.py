@@ -50,8 +50,8 @@ def number(mask, prefix):
 
 
 def few_tokens(mask):
-    """Query tokens a sequence of extendN and packN (four query heads a kv head; packN: a tile of ours has all four)."""
-    return number(mask, "extend") or number(mask, "pack")
+    """Query tokens a sequence of extendN (four query heads a kv head), ours laid out as planned; packN and apartN: heads packed or not, keys whole."""
+    return number(mask, "extend") or number(mask, "pack") or number(mask, "apart")
 
 
 def pairs_of(mask, length):
@@ -74,8 +74,11 @@ def fa3(mask, q, k, v):
         k, v = (x.reshape(-1, page, heads, x.shape[-1]) for x in (k, v))
         lens = torch.full((batch,), length, device="cuda", dtype=torch.int32)
         return lambda: fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, page_table=table, causal=True, num_splits=1)
-    if mask in ("full", "causal") or few_tokens(mask):
-        return lambda: fa.flash_attn_func(q, k, v, causal=mask != "full")
+    if few_tokens(mask):  # decides on packing and splits itself
+        lens = torch.full((k.shape[0],), k.shape[1], device="cuda", dtype=torch.int32)
+        return lambda: fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, causal=True)
+    if mask in ("full", "causal"):
+        return lambda: fa.flash_attn_func(q, k, v, causal=mask == "causal")
     if mask.startswith("fp8"):
         q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
         return lambda: fa.flash_attn_func(q, k, v, causal=mask == "fp8causal")

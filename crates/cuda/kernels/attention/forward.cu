@@ -1,7 +1,7 @@
 // Exact attention forward for Hopper (sm_90a): 16-bit q, k, v, f32 accumulation, o and natural-log lse out.
-// Not here: split KV, FP8, backward. Built once per (HEAD_DIM, HEAD_DIM_V, DTYPE); each cubin holds a full kernel, a causal one
-// and one with features (windows, chunks, tree masks, softcap, ALiBi, sinks, pages, a group's heads in one tile), which are switched at run time. With MORE the cubin holds
-// one kernel that has bias and dropout besides, for which three warpgroups have too few registers.
+// Not here: the sum of parts (forward_combine.cu), FP8, backward. Built once per (HEAD_DIM, HEAD_DIM_V, DTYPE); each cubin holds a full kernel, a causal one
+// and one with features (windows, chunks, tree masks, softcap, ALiBi, sinks, pages, a group's heads in one tile), which are switched at run time. With MORE the cubin holds one
+// kernel that has bias, dropout and keys in parts besides, for which three warpgroups have too few registers.
 //
 // One persistent CUDA block per multiprocessor. The producer warpgroup has four working warps: K, V, one that loads q and
 // stores o, and one that draws tiles from a counter. Each math warpgroup owns 64 query rows and runs S = q k^T,
@@ -10,9 +10,6 @@
 // products of the others.
 #include <type_traits>
 
-#ifndef MORE
-#define MORE 0
-#endif
 #include "forward_math.cuh"
 
 namespace suanpan {
@@ -134,19 +131,20 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
     if (warp == 3 && lane == 0) {  // draws tiles and works them out
       const int total = (p.seqlen_q_max + BM - 1) / BM * p.batch * p.num_kv_heads * p.group_size;
       int i = blockIdx.x;
+      const auto counter = [&] { return MORE ? p.counter + 2 * blockIdx.y : p.counter; };
       for (uint32_t asked = 0;; asked ^= 1) {
         mbar_wait(slot_empty(slot.stage), slot.phase ^ 1);
-        while (i < total && !tile_at<L::kNumWg, BN, MODE>(p, i, slots[slot.stage])) i = gridDim.x + atomicAdd(p.counter, 1);
+        while (i < total && !tile_at<L::kNumWg, BN, MODE>(p, i, slots[slot.stage])) i = gridDim.x + atomicAdd(counter(), 1);
         if (i >= total) slots[slot.stage].head = -1;
         mbar_arrive(slot_full(slot.stage));
         slot.advance();
         if (i >= total) break;
         mbar_wait(draw, asked);
-        i = gridDim.x + atomicAdd(p.counter, 1);
+        i = gridDim.x + atomicAdd(counter(), 1);
       }
-      if (atomicAdd(p.counter + 1, 1) == (int)gridDim.x - 1) {  // every block has drawn its last
-        p.counter[0] = 0;
-        p.counter[1] = 0;
+      if (atomicAdd(counter() + 1, 1) == (int)gridDim.x - 1) {  // every block has drawn its last
+        counter()[0] = 0;
+        counter()[1] = 0;
       }
     } else if (warp == 0 && (MODE == kFeatures || lane == 0)) {
       stream(std::true_type{});
@@ -178,7 +176,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
         done_phase ^= 1u << bit;
         if constexpr (!kDirect) {
           const int row = last.row0 + w * 64;
-          if (row + 64 > last.len_q) return;
+          if (row + 64 > last.len_q || (MORE && gridDim.y > 1)) return;
 #pragma unroll
           for (int c = 0; c < L::kVChunks; ++c)
             tma_store_4d(o_map, base + b * L::kQBuf + w * L::kQWg + c * L::kQChunk, c * 64, 0, last.q0 + (row >> pack), last.head);
@@ -415,7 +413,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
           for (; j >= first; --j) step_overlap(Yes{});
         };
         m.reset();
-        if (MODE == kFeatures && p.sinks) {
+        if (MODE == kFeatures && p.sinks && (!MORE || blockIdx.y == 0)) {
           const float sink = p.sinks[t.head] * kLog2E;
           if (sink > -INFINITY) {
             m.row_max[0] = m.row_max[1] = sink / p.scale_log2;
@@ -466,6 +464,12 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
         }
 
         // o / sum: into the buffer that held this warpgroup's q, or straight to memory.
+#if MORE
+        const long long part = (long long)(blockIdx.y * p.num_kv_heads * p.group_size << pack) * p.total_q;  // rows of the parts before
+        float* const lse = gridDim.y > 1 ? p.partial_lse + part : p.lse;
+#else
+        float* const lse = p.lse;
+#endif
         float inv[2];
         const auto token_of = [&](int row) { return t.q0 + (row >> pack); };
         const auto head_of = [&](int row) { return (t.head << pack) + (row & ((1 << pack) - 1)); };
@@ -477,9 +481,24 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
           const int row = row0 + row_in_wg + 8 * h;
           inv[h] = sum > 0.f ? 1.f / sum : 0.f;
           if ((lane & 3) == 0 && row < t.len_q)
-            p.lse[(long long)head_of(row) * p.total_q + token_of(row)] =
+            lse[(long long)head_of(row) * p.total_q + token_of(row)] =
                 sum > 0.f ? m.row_max[h] * p.scale + logf(sum) : -INFINITY;
         }
+#if MORE
+        if (gridDim.y > 1) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int row = row0 + row_in_wg + 8 * h;
+            float* const to = p.partial_o + (part + (long long)head_of(row) * p.total_q + token_of(row)) * DV + 2 * (lane & 3);
+            if (row >= t.len_q) continue;
+#pragma unroll
+            for (int col = 0; col < DV; col += 8) {
+              const int i = col / 2 + 2 * h;
+              asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to + col), "f"(m.o[i] * inv[h]), "f"(m.o[i + 1] * inv[h]) : "memory");
+            }
+          }
+        } else
+#endif
         if (!kDirect && rows == 64) {
           // All four warps have read q: each wrote its own rows only after its own last product, but q rows of a warp are
           // read by that warp's products alone, so no barrier is needed before writing.

@@ -4,6 +4,10 @@
 #include "../common/ptx.cuh"
 #include "../common/wgmma.cuh"
 
+#ifndef MORE
+#define MORE 0
+#endif
+
 namespace suanpan {
 
 enum Mode { kFull, kCausal, kFeatures };
@@ -13,7 +17,7 @@ struct ForwardParams {
   void* o;               // [total_q, num_q_heads, head_dim_v] with the two strides below, in elements
   const int* cu_q;       // [batch + 1] exclusive prefix sums, or null: every sequence has seqlen_q_max tokens
   const int* cu_k;       // the same for keys (paged: lengths only)
-  int* counter;          // {tiles drawn, blocks done}: zero before the first launch, left zero by every launch
+  int* counter;          // {tiles drawn, blocks done} a row of the grid: zero before the first launch, left zero by every launch
   long long o_token_stride;
   long long o_head_stride;
   int total_q;
@@ -55,6 +59,9 @@ struct ForwardParams {
   uint32_t dropped_below;      // weights whose number is below it are dropped
   float kept_factor;           // of those that stay; 0 is no dropout
   int bias_key_stride;         // 0 or 1
+  float split_share;           // 1 / gridDim.y: the grid's rows take equal parts of each tile's key tiles
+  float* partial_o;            // [gridDim.y, num_q_heads, total_q, head_dim_v] where that is not 1: joined by forward_combine
+  float* partial_lse;          // [gridDim.y, num_q_heads, total_q]
 };
 
 #ifdef Q_BUFFERS  // forward.cu; the numbers and their meanings are those of src/shapes.rs
@@ -185,15 +192,25 @@ template <int NUM_WG, int BN, int MODE> __device__ __forceinline__ bool tile_at(
     const Keys keys = visible_hull<MODE>(p, t, max(0, t.row0), min(t.len_q, t.row0 + BM) - 1);
     t.key_start = keys.start;
     t.key_end = keys.end;
+    if (MORE && gridDim.y > 1) {
+      const Keys tiles = key_tiles<BN, MODE>(keys);
+      const auto cut = [&](uint32_t split) {
+        return split == gridDim.y ? tiles.end : tiles.start + __float2int_rd((tiles.end - tiles.start) * p.split_share * split);
+      };
+      const int from = cut(blockIdx.y), to = cut(blockIdx.y + 1);
+      t.key_start = from < to ? max(keys.start, from * BN) : from * BN;
+      t.key_end = from < to ? min(keys.end, to * BN) : from * BN;
+    }
+    const auto within = [&](int tile) { return MORE ? max(t.key_start / BN, min(tile, (t.key_end + BN - 1) / BN)) : tile; };
 #pragma unroll 1
     for (int w = 0; w < NUM_WG; ++w) {
       const int first = t.row0 + 64 * w, rows = min(64, t.len_q - first);
       if (first < 0 || rows <= 0) continue;
       const Part part = part_of<BN, MODE>(p, t, first, rows);
-      t.part[w].start = part.start;
-      t.part[w].end = part.end;
-      t.part[w].whole_start = part.whole_start;
-      t.part[w].whole_end = part.whole_end;
+      t.part[w].start = within(part.start);
+      t.part[w].end = within(part.end);
+      t.part[w].whole_start = within(part.whole_start);
+      t.part[w].whole_end = within(part.whole_end);
     }
   }
   return true;

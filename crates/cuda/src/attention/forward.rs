@@ -117,7 +117,7 @@ pub struct Forward {
     pub o: Operand,
     /// `[num_q_heads, total_q]` f32, natural logarithm.
     pub lse: Address,
-    /// 8 bytes, zero before the first launch; one per stream.
+    /// 8 bytes for each split, zero before the first launch; one per stream.
     pub counter: Address,
     /// `[batch + 1]` i32.
     pub cu_seqlens_q: Option<Address>,
@@ -154,6 +154,25 @@ pub struct Forward {
     /// A tile's rows are (token, query head of a group), so that few tokens fill a tile and a group reads K and V once. For groups of 2 to 64
     /// heads, a power of two, without ALiBi, sinks, bias and dropout, which differ from head to head.
     pub pack_gqa: bool,
+    /// Cuts every tile's keys into parts that other blocks take, and joins them in a second kernel: for few tiles over many keys.
+    pub splits: Option<Splits>,
+}
+
+/// Parts of the keys.
+#[derive(Clone, Copy, Debug)]
+pub struct Splits {
+    /// 2 to [`SPLITS_MAX`].
+    pub count: u32,
+    /// [`partial_bytes`] of f32, a multiple of 16 bytes, of any content.
+    pub partial: Address,
+}
+
+/// Most parts.
+pub const SPLITS_MAX: u32 = 16;
+
+/// Bytes of the results of `count` parts of `rows` (query tokens times query heads).
+pub fn partial_bytes(count: u32, rows: u64, head_dim_v: u32) -> u64 {
+    u64::from(count) * rows * (u64::from(head_dim_v) + 1) * 4
 }
 
 /// Mirrors `ForwardParams` of the kernels.
@@ -215,11 +234,34 @@ struct More {
     dropped_below: u32,
     kept_factor: f32,
     bias_key_stride: i32,
+    split_share: f32,
+    partial_o: Address,
+    partial_lse: Address,
+}
+
+/// Mirrors `CombineParams` of `kernels/attention/forward_combine.cu`.
+#[repr(C)]
+struct Combine {
+    partial_o: Address,
+    partial_lse: Address,
+    o: Address,
+    lse: Address,
+    o_token_stride: i64,
+    o_head_stride: i64,
+    splits: i32,
+    heads: i32,
+    total_q: i32,
+    head_dim_v: i32,
+    fp16: i32,
 }
 
 impl More {
-    fn new(scores: &Scores) -> More {
-        let mut more = More::default();
+    fn new(f: &Forward) -> More {
+        let (scores, mut more) = (&f.scores, More::default());
+        if let Some(splits) = f.splits {
+            more.split_share = 1.0 / splits.count as f32;
+            (more.partial_o, more.partial_lse) = f.partials(splits);
+        }
         if let Some(bias) = scores.bias {
             more.bias = bias.address;
             more.bias_key_stride = bias.strides.key as i32;
@@ -290,6 +332,7 @@ impl Forward {
             return bad("tree.words", tree.words.to_string(), "seqlen_q_max / 32, rounded up, or more");
         }
         self.check_more()?;
+        self.check_splits()?;
         self.check_pages()
     }
 
@@ -304,7 +347,51 @@ impl Forward {
     }
 
     fn differs_by_head(&self) -> bool {
-        self.scores.alibi_slopes.is_some() || self.scores.sinks.is_some() || self.has_more()
+        let s = &self.scores;
+        s.alibi_slopes.is_some() || s.sinks.is_some() || s.bias.is_some() || s.dropout.is_some()
+    }
+
+    fn check_splits(&self) -> Result<(), Error> {
+        let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
+        match self.splits {
+            Some(s) if !(2..=SPLITS_MAX).contains(&s.count) => {
+                bad("splits.count", s.count.to_string(), "2 to 16")
+            }
+            Some(s) if s.partial == 0 || !s.partial.is_multiple_of(16) => {
+                bad("splits.partial", format!("{:#x}", s.partial), "a multiple of 16 bytes")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// o and lse of the parts.
+    fn partials(&self, splits: Splits) -> (Address, Address) {
+        let rows = u64::from(self.total_q) * u64::from(self.num_q_heads) * u64::from(splits.count);
+        (splits.partial, splits.partial + rows * u64::from(self.head_dim_v) * 4)
+    }
+
+    /// # Safety
+    /// As [`Forward::launch`].
+    unsafe fn combine(&self, gpu: &Gpu, splits: Splits) -> Result<(), Error> {
+        let (partial_o, partial_lse) = self.partials(splits);
+        let mut params = Combine {
+            partial_o,
+            partial_lse,
+            o: self.o.address,
+            lse: self.lse,
+            o_token_stride: self.o.token_stride as i64,
+            o_head_stride: self.o.head_stride as i64,
+            splits: splits.count as i32,
+            heads: self.num_q_heads as i32,
+            total_q: self.total_q as i32,
+            head_dim_v: self.head_dim_v as i32,
+            fp16: i32::from(self.dtype == Dtype::Fp16),
+        };
+        let rows = u64::from(self.total_q) * u64::from(self.num_q_heads);
+        let kernel = gpu.kernel("forward_combine", "forward_combine", 0)?;
+        let mut args: [*mut c_void; 1] = [(&raw mut params).cast()];
+        // SAFETY: the value is the kernel's only parameter; a block has 8 rows of 32 threads.
+        unsafe { gpu.launch(kernel, (rows.div_ceil(8) as u32, 1, 1), 256, 0, &mut args) }
     }
 
     /// Query heads in a tile.
@@ -369,7 +456,7 @@ impl Forward {
     }
 
     fn has_more(&self) -> bool {
-        self.scores.bias.is_some() || self.scores.dropout.is_some()
+        self.scores.bias.is_some() || self.scores.dropout.is_some() || self.splits.is_some()
     }
 
     /// Maps of k and v, and the rows that one copy of them moves.
@@ -427,7 +514,7 @@ impl Forward {
             dot_scale_log2: self.softmax_scale * LOG2_E,
             change_scores: i32::from(self.changes_scores()),
             pack_log2: self.packed_heads().trailing_zeros() as i32,
-            more: More::new(&self.scores),
+            more: More::new(self),
         }
     }
 
@@ -471,7 +558,8 @@ impl Forward {
     pub(super) fn blocks(&self, gpu: &Gpu, num_wg: u32) -> u32 {
         let packed = self.packed_heads();
         let tiles = (self.seqlen_q_max * packed).div_ceil(num_wg * 64) * (self.num_q_heads / packed);
-        tiles.saturating_mul(self.batch).min(gpu.num_sms)
+        let splits = self.splits.map_or(1, |s| s.count);
+        tiles.saturating_mul(self.batch).min(gpu.num_sms.div_ceil(splits))
     }
 
     /// Puts the kernel on the device's stream.
@@ -517,12 +605,16 @@ impl Forward {
             (&raw mut o).cast(),
             (&raw mut params).cast(),
         ];
+        let grid = (self.blocks(gpu, num_wg), self.splits.map_or(1, |s| s.count), 1);
         // SAFETY: the five values are the kernel's parameters in order; the caller vouches for the addresses.
-        unsafe { gpu.launch(kernel, (self.blocks(gpu, num_wg), 1, 1), (num_wg + 1) * 128, smem, &mut args) }
+        unsafe {
+            gpu.launch(kernel, grid, (num_wg + 1) * 128, smem, &mut args)?;
+            self.splits.map_or(Ok(()), |splits| self.combine(gpu, splits))
+        }
     }
 }
 
-/// The function for a mask: `plain` is neither pages nor anything beyond scale and mask, `more` bias or dropout.
+/// The function for a mask: `plain` is neither pages nor anything beyond scale and mask, `more` bias, dropout or parts of the keys.
 pub(crate) fn function(mask: Mask, more: bool, plain: bool) -> &'static str {
     match (more, plain, mask) {
         (true, ..) => "forward_more",

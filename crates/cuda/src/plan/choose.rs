@@ -165,6 +165,55 @@ fn decode(p: &Problem, seqs: &[SeqLen], tokens: usize, device: Device, pages_max
     Ok(Kernel::Decode(super::run::decode_shape(p, seqs.len(), tokens, pages_max).plan(device.num_sms)))
 }
 
+/// The 16-bit forward: packed where few tokens come, its keys in parts where that is faster than few blocks.
+fn forward_kernel(p: &Problem, seqs: &[SeqLen], device: Device, shape: ForwardShape) -> Kernel {
+    let more = more_of(shape);
+    let pack = |shape: ForwardShape| packs(p, seqs, shape);
+    // Rows of work of the block that has most: tiles in a row, each some key tiles' time and four for its start and end. The build that
+    // knows parts is a tenth slower.
+    let cost = |shape: ForwardShape, splits: usize| {
+        let (rows, heads) =
+            (64 * shape.warpgroups as usize, if pack(shape) { p.heads.group_size() } else { 1 });
+        let of = |s: &SeqLen| (s.seqlen_q * heads).div_ceil(rows) * p.heads.num_q_heads / heads;
+        let tiles = seqs.iter().map(of).sum::<usize>() * splits;
+        let hull = |s: &SeqLen| p.mask.visible_hull(*s, 0..s.seqlen_q).len();
+        let key_tiles = seqs.iter().map(hull).max().unwrap_or(0) as f64 / f64::from(shape.keys);
+        let waves = tiles.div_ceil(device.num_sms as usize);
+        let time = waves as f64 * (key_tiles / splits as f64 + 4.0) * (rows * shape.keys as usize) as f64;
+        (time, tiles, key_tiles)
+    };
+    let whole = cost(if has_more(p) { more } else { shape }, 1).0;
+    let mut best = (0.8 * whole, 1);
+    for splits in 2..=if p.batch_invariant { 1 } else { forward::SPLITS_MAX } {
+        let (time, tiles, key_tiles) = cost(more, splits as usize);
+        let fits = tiles <= 2 * device.num_sms as usize && key_tiles >= 4.0 * f64::from(splits);
+        if fits && 1.1 * time < best.0 {
+            best = (1.1 * time, splits);
+        }
+    }
+    let splits = best.1;
+    let shape = if has_more(p) || splits > 1 { more } else { shape };
+    let pack_gqa = pack(shape);
+    let plain = plain(p) && p.kv == KvLayout::Contiguous && !pack_gqa;
+    let function = forward::function(p.mask, has_more(p) || splits > 1, plain);
+    Kernel::Forward { shape, function, pack_gqa, splits }
+}
+
+fn has_more(p: &Problem) -> bool {
+    p.scores.bias || p.scores.dropout.is_some()
+}
+
+/// Most bytes of parts of any schedule: `forward_kernel` cuts at most two tiles a processor.
+pub(super) fn forward_partial_bytes(p: &Problem, device: Device, max_total_q: usize) -> u64 {
+    let Ok(shape) = forward_shape(p) else { return 0 };
+    if p.batch_invariant {
+        return 0;
+    }
+    let tiles = u64::from(2 * device.num_sms * 64 * more_of(shape).warpgroups);
+    let rows = tiles.min(u64::from(forward::SPLITS_MAX) * (max_total_q * p.heads.num_q_heads) as u64);
+    forward::partial_bytes(1, rows, shape.head_dim_v)
+}
+
 /// The kernel for `seqs`.
 pub(super) fn choose(
     p: &Problem,
@@ -194,17 +243,12 @@ pub(super) fn choose(
         }
         Err(fp8) => match forward_shape(p) {
             Ok(shape) => {
-                let more = p.scores.bias || p.scores.dropout.is_some();
-                let shape = if more { more_of(shape) } else { shape };
                 let why = if p.batch_invariant && decode_tokens(p, seqs).is_some() {
                     "batch-invariant: a row has its prefill's bits only in prefill's kernel"
                 } else {
                     "many rows: arithmetic bounds it"
                 };
-                let pack_gqa = packs(p, seqs, shape);
-                let plain = plain(p) && p.kv == KvLayout::Contiguous && !pack_gqa;
-                let function = forward::function(p.mask, more, plain);
-                (Kernel::Forward { shape, function, pack_gqa }, why)
+                (forward_kernel(p, seqs, device, shape), why)
             }
             Err(forward) => {
                 let last = if p.kv_dtype == DType::E4m3 { fp8 } else { forward };

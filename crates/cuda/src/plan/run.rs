@@ -6,7 +6,7 @@ use suanpan_base::{BadArgument, DType, ScaleGrain};
 use super::{Choice, Kernel, Plan};
 use crate::attention::Operand;
 use crate::attention::decode::{self, Decode, KvType, Pages};
-use crate::attention::forward::{self, Forward, KeysValues, Paged, Tree};
+use crate::attention::forward::{self, Forward, KeysValues, Paged, Splits, Tree};
 use crate::attention::forward_fp8::ForwardFp8;
 use crate::attention::quantise::Quantise;
 use crate::driver::{Address, Gpu, Memory};
@@ -108,6 +108,7 @@ pub(super) struct Layout {
     table: u64,
     scales: u64,
     codes: u64,
+    parts: u64,
     partial: u64,
     pub(super) bytes: u64,
 }
@@ -131,6 +132,7 @@ impl Layout {
             table: take(4 * seqs * plan.pages_max() as u64),
             scales: take(4 * seqs * p.heads.num_kv_heads as u64),
             codes: take(codes as u64),
+            parts: take(super::choose::forward_partial_bytes(p, plan.device, l.max_total_q)),
             partial: 0,
             bytes: 0,
         };
@@ -382,11 +384,20 @@ impl Call<'_> {
         }
     }
 
+    /// How the chosen forward packs heads and cuts keys.
+    fn packing(&self) -> (bool, Option<Splits>) {
+        let Some(Choice { kernel: Kernel::Forward { pack_gqa, splits, .. }, .. }) = self.plan.choice else {
+            return (false, None);
+        };
+        let partial = self.base + self.layout.parts;
+        (pack_gqa, (splits > 1).then_some(Splits { count: splits, partial }))
+    }
+
     fn forward(&self, q: Operand) -> Forward {
         let (a, p, seqs) = (self.args, &self.plan.problem, &self.plan.seqs);
         let total = |of: fn(&suanpan_base::SeqLen) -> usize| seqs.iter().map(of).sum::<usize>() as u32;
         let most = |of: fn(&suanpan_base::SeqLen) -> usize| seqs.iter().map(of).max().unwrap_or(0) as u32;
-        let x = &a.extras;
+        let (x, (pack_gqa, splits)) = (&a.extras, self.packing());
         Forward {
             q,
             kv: self.keys_values(),
@@ -419,10 +430,8 @@ impl Call<'_> {
             // Two words of 32 bits a word of 64, the low one first.
             tree: x.tree.map(|(bits, words)| Tree { bits: bits.address, words: 2 * words as u32 }),
             softmax_scale: p.scale(),
-            pack_gqa: matches!(
-                self.plan.choice,
-                Some(Choice { kernel: Kernel::Forward { pack_gqa: true, .. }, .. })
-            ),
+            pack_gqa,
+            splits,
         }
     }
 

@@ -30,12 +30,33 @@ fn a_plan_says_which_kernel_and_why() {
     let entry = decode.predicted_device();
     assert_eq!(entry.device_read_bytes >> 20, 2048, "{entry:?}");
 
-    let prefill = plan(&p, &[SeqLen::new(512, 512), SeqLen::extend(100, 1)], Slower::Refuse).unwrap();
+    let prefill = plan(&p, &[SeqLen::new(2048, 2048), SeqLen::extend(100, 1)], Slower::Refuse).unwrap();
     let text = prefill.to_string();
     assert!(text.contains("forward_features (forward.cu), tile 192 x 128, 2 stages"), "{text}");
     let contiguous = Problem { kv: KvLayout::Contiguous, ..p };
     let text = plan(&contiguous, &[SeqLen::new(512, 512)], Slower::Refuse).unwrap().to_string();
     assert!(text.contains("forward_causal (forward.cu)") && text.contains("many rows"), "{text}");
+}
+
+#[test]
+fn a_short_chunk_packs_a_groups_heads_and_cuts_a_long_history() {
+    let p = paged(HeadShape::new(32, 8, 128));
+    let kernel =
+        |p: &Problem, seqs: &[SeqLen]| plan(p, seqs, Slower::Refuse).unwrap().choice().unwrap().kernel;
+    let of = |kernel| match kernel {
+        Kernel::Forward { function, pack_gqa, splits, .. } => (function, pack_gqa, splits),
+        other => panic!("{other}"),
+    };
+    // 8 heads x 2 tiles of (token, head): eight parts make 128 blocks of 132.
+    assert_eq!(of(kernel(&p, &[SeqLen::extend(32_704, 64)])), ("forward_more", true, 8));
+    // Blocks enough, or no history worth cutting, or bits that may not depend on the batch: whole.
+    assert_eq!(of(kernel(&p, &[SeqLen::extend(30_000, 64); 16])), ("forward_features", true, 1));
+    assert_eq!(of(kernel(&p, &[SeqLen::new(100, 200)])), ("forward_features", true, 1));
+    let invariant = Problem { batch_invariant: true, ..p };
+    assert_eq!(of(kernel(&invariant, &[SeqLen::extend(32_704, 64)])), ("forward_features", true, 1));
+    // Heads with slopes of their own keep tiles of their own.
+    let slopes = Problem { scores: Scores { alibi: true, ..Scores::default() }, ..p };
+    assert!(!of(kernel(&slopes, &[SeqLen::extend(32_704, 64)])).1);
 }
 
 #[test]
@@ -62,7 +83,7 @@ fn a_slower_kernel_runs_only_where_it_is_allowed_and_is_named() {
     let one = [SeqLen::extend(4095, 1)];
     let refused = plan(&contiguous, &one, Slower::Refuse).unwrap_err();
     assert_eq!((refused.field.as_str(), refused.asked.as_str()), ("kv", "contiguous"));
-    assert!(refused.supported.contains("Slower::Allow sends it to forward_causal"), "{refused}");
+    assert!(refused.supported.contains("Slower::Allow sends it to forward_more"), "{refused}");
     let text = plan(&contiguous, &one, Slower::Allow).unwrap().to_string();
     assert!(text.contains("slower than decode, which refused kv = contiguous"), "{text}");
     // Nothing is faster than the forward where its bits are asked for.

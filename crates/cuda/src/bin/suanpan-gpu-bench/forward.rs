@@ -1,10 +1,14 @@
 //! Forward cells of the bench: 32k tokens in all, 2,048 columns of value heads, as the peers are measured.
-use suanpan_base::{Mask, SeqLen};
+use suanpan_attn::{KvLayout, Limits, Problem};
+use suanpan_base::{DType, HeadShape, Mask, SeqLen};
 use suanpan_cuda::attention::Operand;
 use suanpan_cuda::attention::decode::{Pages, Scales};
-use suanpan_cuda::attention::forward::{Forward, KeysValues, Paged, Scores};
+use suanpan_cuda::attention::forward::{
+    Forward, KeysValues, Paged, SPLITS_MAX, Scores, Splits, partial_bytes,
+};
 use suanpan_cuda::attention::forward_fp8::ForwardFp8;
 use suanpan_cuda::driver::Gpu;
+use suanpan_cuda::plan::{Device, Kernel, Plan, Slower};
 use suanpan_cuda::testing::{Buffer, Rng, time_us, to_e4m3};
 use suanpan_cuda::{Dtype, Error};
 
@@ -18,7 +22,18 @@ struct Asked {
     fp8: bool,
     /// Query tokens a sequence, four query heads a kv head; else as many as keys, and as many heads.
     extend: Option<u32>,
-    pack_gqa: bool,
+    /// How an extend is laid out.
+    layout: Layout,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Layout {
+    /// A head's tiles.
+    Apart,
+    /// A group's.
+    Packed,
+    /// As the plan has it.
+    Planned,
 }
 
 fn asked(name: &str) -> Option<Asked> {
@@ -31,7 +46,7 @@ fn asked(name: &str) -> Option<Asked> {
         sinks: false,
         fp8: false,
         extend: None,
-        pack_gqa: false,
+        layout: Layout::Apart,
     };
     if let Some(window) = number("window") {
         a.mask = Mask::window(window);
@@ -39,8 +54,12 @@ fn asked(name: &str) -> Option<Asked> {
         a.mask = Mask::chunked(chunk);
     } else if let Some(page_size) = number("page") {
         a.page_size = Some(page_size as u32);
-    } else if let Some(tokens) = number("extend").or(number("pack")) {
-        (a.extend, a.pack_gqa) = (Some(tokens as u32), name.starts_with("pack"));
+    } else if let Some((tokens, layout)) =
+        [("extend", Layout::Planned), ("pack", Layout::Packed), ("apart", Layout::Apart)]
+            .into_iter()
+            .find_map(|(prefix, layout)| Some((number(prefix)?, layout)))
+    {
+        (a.extend, a.layout) = (Some(tokens as u32), layout);
     } else if let Some(page_size) = number("fp8page") {
         (a.page_size, a.fp8) = (Some(page_size as u32), true);
     } else {
@@ -100,6 +119,25 @@ fn paged(
     Ok((KeysValues::Paged(Paged { k, v, page_table: table.address, pages_max, num_pages, page_size }), table))
 }
 
+/// Whether the plan packs heads, and its splits; contiguous keys, causal.
+fn planned(gpu: &Gpu, heads: (u32, u32, u32), batch: u32, len: (u32, u32)) -> Result<(bool, u32), Error> {
+    let (batch, len) = (batch as usize, SeqLen::new(len.0 as usize, len.1 as usize));
+    let heads = HeadShape::new(heads.0 as usize, heads.1 as usize, heads.2 as usize);
+    let problem = Problem {
+        q_dtype: DType::Bf16,
+        kv_dtype: DType::Bf16,
+        kv: KvLayout::Contiguous,
+        ..Problem::new(heads, Mask::CAUSAL)
+    };
+    let limits = Limits { max_seqs: batch, max_total_q: batch * len.seqlen_q, max_seqlen_k: len.seqlen_k };
+    let mut plan = Plan::new(&problem, Device { num_sms: gpu.num_sms }, limits, Slower::Allow)?;
+    plan.schedule(&vec![len; batch])?;
+    Ok(match plan.choice().map(|c| c.kernel) {
+        Some(Kernel::Forward { pack_gqa, splits, .. }) => (pack_gqa, splits),
+        _ => (false, 1),
+    })
+}
+
 /// Times one cell: `dims` is the head dim, 192128 stands for 192/128; `name` one of `--masks`.
 pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -> Result<(), Error> {
     let Some(asked) = asked(name) else {
@@ -115,7 +153,7 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
     let (q, k, v) = (buffer(heads * dim, 77)?, buffer(kv_heads * dim, 78)?, buffer(kv_heads * dim_v, 79)?);
     let o = Buffer::new(gpu, tokens as usize * (heads * dim_v) as usize * 2)?;
     let lse = Buffer::new(gpu, tokens as usize * heads as usize * 4)?;
-    let counter = Buffer::from_slice(gpu, &[0u32; 2])?;
+    let counter = Buffer::from_slice(gpu, &[0u32; 2 * SPLITS_MAX as usize])?;
     let halves = Buffer::from_slice(gpu, &vec![0.5f32; heads as usize])?;
     let operand = |b: &Buffer, heads: u32, dim: u32| Operand {
         address: b.address,
@@ -127,6 +165,13 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
         Some(page_size) => paged(gpu, rows, page_size, (batch, seqlen))?,
         None => (KeysValues::Packed { k: rows.0, v: rows.1 }, Buffer::new(gpu, 0)?),
     };
+    let layout = if asked.layout == Layout::Planned {
+        planned(gpu, (heads, kv_heads, dim), batch, (seqlen_q, seqlen))?
+    } else {
+        (asked.layout == Layout::Packed, 1)
+    };
+    let rows = u64::from(batch * seqlen_q) * u64::from(heads);
+    let partial = Buffer::new(gpu, partial_bytes(layout.1, rows, dim_v) as usize)?;
     let f = Forward {
         q: operand(&q, heads, dim),
         kv,
@@ -154,7 +199,8 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
         },
         tree: None,
         softmax_scale: 1.0 / (dim as f32).sqrt(),
-        pack_gqa: asked.pack_gqa,
+        pack_gqa: layout.0,
+        splits: (layout.1 > 1).then_some(Splits { count: layout.1, partial: partial.address }),
     };
     let fp8 =
         ForwardFp8 { attention: f, q_scales: None, k_scales: None, v_scales: None, kv_scale_strides: (0, 0) };

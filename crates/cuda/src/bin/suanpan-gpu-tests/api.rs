@@ -317,6 +317,9 @@ pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
     let all = Scores { softcap: Some(20.0), bias: true, alibi: true, sink: true, dropout: Some(0.2) };
     let everything = Problem { scores: all, mask: Mask::window(150), ..bf16 };
     check(gpu, report, "softcap, bias, alibi, sink, dropout, window", &everything, &ragged, BF16)?;
+    let few = [SeqLen::new(70, 4000), SeqLen::new(33, 2500)];
+    check(gpu, report, "a chunk of 70 tokens behind 4,000, in pages", &pages, &few, BF16)?;
+    check(gpu, report, "a chunk of 70 tokens behind 4,000", &bf16, &few, BF16)?;
     let invariant = Problem { batch_invariant: true, ..pages };
     check(gpu, report, "batch-invariant decode", &invariant, &ones, BF16)?;
     check(gpu, report, "decode bf16", &pages, &ones, BF16)?;

@@ -3,7 +3,9 @@ use suanpan_attn::dropout::Dropout as Weights;
 use suanpan_attn::{BiasStrides, DropoutKey};
 use suanpan_base::{Mask, SeqLen};
 use suanpan_cuda::attention::decode::{Pages, Scales};
-use suanpan_cuda::attention::forward::{Bias, Dropout, Forward, KeysValues, Paged, Scores, Tree};
+use suanpan_cuda::attention::forward::{
+    Bias, Dropout, Forward, KeysValues, Paged, SPLITS_MAX, Scores, Splits, Tree, partial_bytes,
+};
 use suanpan_cuda::driver::Gpu;
 use suanpan_cuda::testing::{Buffer, Errors, Rng, from_bits, parallel_rows, reference_scores};
 use suanpan_cuda::{Dtype, Error};
@@ -27,6 +29,7 @@ struct Case {
     dropout: Option<f32>,
     page_size: Option<usize>,
     pack_gqa: bool,
+    splits: u32,
     heads: (usize, usize), // query, key
     lens: Vec<(usize, usize)>,
 }
@@ -190,7 +193,10 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
     o.fill(gpu, 0x7fff_7fff)?;
     let lse = Buffer::new(gpu, total_q * c.heads.0 * 4)?;
     lse.fill(gpu, 0x7fc0_0000)?;
-    let counter = Buffer::from_slice(gpu, &[0u32; 2])?;
+    let counter = Buffer::from_slice(gpu, &[0u32; 2 * SPLITS_MAX as usize])?;
+    let rows = (total_q * c.heads.0) as u64;
+    let partial = Buffer::new(gpu, partial_bytes(c.splits, rows, c.dims.1 as u32) as usize)?;
+    partial.fill(gpu, 0x7fc0_0000)?;
     let f = Forward {
         q: x.q.operand(&q),
         kv,
@@ -224,6 +230,7 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
         tree: c.tree.then_some(Tree { bits: tree.address, words: x.words as u32 }),
         softmax_scale: 1.0 / (c.dims.0 as f32).sqrt(),
         pack_gqa: c.pack_gqa,
+        splits: (c.splits > 1).then_some(Splits { count: c.splits, partial: partial.address }),
     };
     // SAFETY: the buffers cover the shapes and live past the synchronisation.
     unsafe { f.launch(gpu)? };
@@ -293,6 +300,7 @@ fn cases(dtype: Dtype, dims: (usize, usize)) -> Vec<Case> {
         dropout: None,
         page_size: None,
         pack_gqa: false,
+        splits: 1,
         heads: (4, 2),
         lens,
     };
@@ -388,6 +396,26 @@ fn test_packed_heads(
     Ok(())
 }
 
+/// Keys in parts, more parts than some rows have key tiles; heads packed where they can be.
+fn test_splits(gpu: &Gpu, report: &mut Report, dtype: Dtype, dims: (usize, usize)) -> Result<(), Error> {
+    for (n, c) in cases(dtype, dims).into_iter().enumerate() {
+        let x = c.inputs(9000 + n as u64);
+        let differs = c.alibi || c.sinks || c.bias.is_some() || c.dropout.is_some();
+        for splits in [2, 7, SPLITS_MAX] {
+            let c = Case { splits, pack_gqa: !differs, ..c.clone() };
+            let out = run(gpu, &c, &x)?;
+            let name =
+                format!("forward {} d{}/{} {}, keys in {splits} parts", dtype.name(), dims.0, dims.1, c.name);
+            report.errors(&name, &check(&c, &x, &out));
+            let again = run(gpu, &c, &x)?;
+            if again.o != out.o || again.lse != out.lse {
+                report.line(false, &format!("{name}: the same bits again"), String::new());
+            }
+        }
+    }
+    Ok(())
+}
+
 pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
     for dims in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
         for dtype in [Dtype::Bf16, Dtype::Fp16] {
@@ -399,6 +427,7 @@ pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
             }
         }
         test_packed_heads(gpu, report, Dtype::Bf16, dims)?;
+        test_splits(gpu, report, if dims.0 == 128 { Dtype::Fp16 } else { Dtype::Bf16 }, dims)?;
         let all = cases(Dtype::Bf16, dims);
         test_bits(
             gpu,

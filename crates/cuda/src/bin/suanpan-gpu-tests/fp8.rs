@@ -194,6 +194,7 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
             tree: None,
             softmax_scale: 1.0 / (c.dim as f32).sqrt(),
             pack_gqa: false,
+            splits: None,
         },
         q_scales: c.scaled.then_some(qs.address),
         k_scales: packed.then_some(ks.address),
