@@ -161,7 +161,7 @@ pub struct Forward {
 /// Parts of the keys.
 #[derive(Clone, Copy, Debug)]
 pub struct Splits {
-    /// 2 to [`SPLITS_MAX`].
+    /// 1 to [`SPLITS_MAX`]. 1 joins nothing, but runs on the build whose tiles have 128 rows, which fills the last round of blocks better.
     pub count: u32,
     /// [`partial_bytes`] of f32, a multiple of 16 bytes, of any content.
     pub partial: Address,
@@ -354,8 +354,8 @@ impl Forward {
     fn check_splits(&self) -> Result<(), Error> {
         let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
         match self.splits {
-            Some(s) if !(2..=SPLITS_MAX).contains(&s.count) => {
-                bad("splits.count", s.count.to_string(), "2 to 16")
+            Some(s) if !(1..=SPLITS_MAX).contains(&s.count) => {
+                bad("splits.count", s.count.to_string(), "1 to 16")
             }
             Some(s) if s.partial == 0 || !s.partial.is_multiple_of(16) => {
                 bad("splits.partial", format!("{:#x}", s.partial), "a multiple of 16 bytes")
@@ -609,7 +609,10 @@ impl Forward {
         // SAFETY: the five values are the kernel's parameters in order; the caller vouches for the addresses.
         unsafe {
             gpu.launch(kernel, grid, (num_wg + 1) * 128, smem, &mut args)?;
-            self.splits.map_or(Ok(()), |splits| self.combine(gpu, splits))
+            match self.splits {
+                Some(splits) if splits.count > 1 => self.combine(gpu, splits),
+                _ => Ok(()),
+            }
         }
     }
 }

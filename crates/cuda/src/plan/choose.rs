@@ -183,33 +183,40 @@ fn forward_kernel(p: &Problem, seqs: &[SeqLen], device: Device, shape: ForwardSh
         (time, tiles, key_tiles)
     };
     let whole = cost(if has_more(p) { more } else { shape }, 1).0;
-    let mut best = (0.8 * whole, 1);
-    for splits in 2..=if p.batch_invariant { 1 } else { forward::SPLITS_MAX } {
+    let mut best = (0.85 * whole, None);
+    for splits in 1..=if p.batch_invariant { 0 } else { forward::SPLITS_MAX } {
         let (time, tiles, key_tiles) = cost(more, splits as usize);
-        let fits = tiles <= 2 * device.num_sms as usize && key_tiles >= 4.0 * f64::from(splits);
+        // Measured over long histories only.
+        let fits = splits == 1 && key_tiles >= 32.0
+            || splits > 1
+                && tiles <= (TILES_A_PROCESSOR * device.num_sms) as usize
+                && key_tiles >= 4.0 * f64::from(splits);
         if fits && 1.1 * time < best.0 {
-            best = (1.1 * time, splits);
+            best = (1.1 * time, Some(splits));
         }
     }
-    let splits = best.1;
-    let shape = if has_more(p) || splits > 1 { more } else { shape };
+    let takes_more = has_more(p) || best.1.is_some();
+    let shape = if takes_more { more } else { shape };
     let pack_gqa = pack(shape);
     let plain = plain(p) && p.kv == KvLayout::Contiguous && !pack_gqa;
-    let function = forward::function(p.mask, has_more(p) || splits > 1, plain);
-    Kernel::Forward { shape, function, pack_gqa, splits }
+    let function = forward::function(p.mask, takes_more, plain);
+    Kernel::Forward { shape, function, pack_gqa, splits: best.1.unwrap_or(1) }
 }
 
 fn has_more(p: &Problem) -> bool {
     p.scores.bias || p.scores.dropout.is_some()
 }
 
-/// Most bytes of parts of any schedule: `forward_kernel` cuts at most two tiles a processor.
+/// Most tiles with parts of the keys, which bounds the memory of their results.
+const TILES_A_PROCESSOR: u32 = 4;
+
+/// Most bytes of parts of any schedule.
 pub(super) fn forward_partial_bytes(p: &Problem, device: Device, max_total_q: usize) -> u64 {
     let Ok(shape) = forward_shape(p) else { return 0 };
     if p.batch_invariant {
         return 0;
     }
-    let tiles = u64::from(2 * device.num_sms * 64 * more_of(shape).warpgroups);
+    let tiles = u64::from(TILES_A_PROCESSOR * device.num_sms * 64 * more_of(shape).warpgroups);
     let rows = tiles.min(u64::from(forward::SPLITS_MAX) * (max_total_q * p.heads.num_q_heads) as u64);
     forward::partial_bytes(1, rows, shape.head_dim_v)
 }

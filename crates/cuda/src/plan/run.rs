@@ -386,11 +386,13 @@ impl Call<'_> {
 
     /// How the chosen forward packs heads and cuts keys.
     fn packing(&self) -> (bool, Option<Splits>) {
-        let Some(Choice { kernel: Kernel::Forward { pack_gqa, splits, .. }, .. }) = self.plan.choice else {
+        let Some(Choice { kernel: Kernel::Forward { pack_gqa, splits, function, .. }, .. }) =
+            self.plan.choice
+        else {
             return (false, None);
         };
         let partial = self.base + self.layout.parts;
-        (pack_gqa, (splits > 1).then_some(Splits { count: splits, partial }))
+        (pack_gqa, (function == "forward_more").then_some(Splits { count: splits, partial }))
     }
 
     fn forward(&self, q: Operand) -> Forward {

@@ -119,8 +119,13 @@ fn paged(
     Ok((KeysValues::Paged(Paged { k, v, page_table: table.address, pages_max, num_pages, page_size }), table))
 }
 
-/// Whether the plan packs heads, and its splits; contiguous keys, causal.
-fn planned(gpu: &Gpu, heads: (u32, u32, u32), batch: u32, len: (u32, u32)) -> Result<(bool, u32), Error> {
+/// Whether the plan packs heads, and its splits where it takes the build that has them; contiguous keys, causal.
+fn planned(
+    gpu: &Gpu,
+    heads: (u32, u32, u32),
+    batch: u32,
+    len: (u32, u32),
+) -> Result<(bool, Option<u32>), Error> {
     let (batch, len) = (batch as usize, SeqLen::new(len.0 as usize, len.1 as usize));
     let heads = HeadShape::new(heads.0 as usize, heads.1 as usize, heads.2 as usize);
     let problem = Problem {
@@ -133,8 +138,10 @@ fn planned(gpu: &Gpu, heads: (u32, u32, u32), batch: u32, len: (u32, u32)) -> Re
     let mut plan = Plan::new(&problem, Device { num_sms: gpu.num_sms }, limits, Slower::Allow)?;
     plan.schedule(&vec![len; batch])?;
     Ok(match plan.choice().map(|c| c.kernel) {
-        Some(Kernel::Forward { pack_gqa, splits, .. }) => (pack_gqa, splits),
-        _ => (false, 1),
+        Some(Kernel::Forward { pack_gqa, splits, function, .. }) => {
+            (pack_gqa, (function == "forward_more").then_some(splits))
+        }
+        _ => (false, None),
     })
 }
 
@@ -168,10 +175,10 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
     let layout = if asked.layout == Layout::Planned {
         planned(gpu, (heads, kv_heads, dim), batch, (seqlen_q, seqlen))?
     } else {
-        (asked.layout == Layout::Packed, 1)
+        (asked.layout == Layout::Packed, None)
     };
     let rows = u64::from(batch * seqlen_q) * u64::from(heads);
-    let partial = Buffer::new(gpu, partial_bytes(layout.1, rows, dim_v) as usize)?;
+    let partial = Buffer::new(gpu, partial_bytes(layout.1.unwrap_or(1), rows, dim_v) as usize)?;
     let f = Forward {
         q: operand(&q, heads, dim),
         kv,
@@ -200,7 +207,7 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
         tree: None,
         softmax_scale: 1.0 / (dim as f32).sqrt(),
         pack_gqa: layout.0,
-        splits: (layout.1 > 1).then_some(Splits { count: layout.1, partial: partial.address }),
+        splits: layout.1.map(|count| Splits { count, partial: partial.address }),
     };
     let fp8 =
         ForwardFp8 { attention: f, q_scales: None, k_scales: None, v_scales: None, kv_scale_strides: (0, 0) };
