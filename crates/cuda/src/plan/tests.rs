@@ -52,8 +52,9 @@ fn a_short_chunk_packs_a_groups_heads_and_cuts_a_long_history() {
     // 176 tiles of 192 rows are two rounds of 132 blocks, 256 of 128 rows two shorter ones.
     let few_heads = paged(HeadShape::new(16, 4, 128));
     assert_eq!(of(kernel(&few_heads, &[SeqLen::extend(30_720, 2048)])), ("forward_more", false, 1));
-    // Blocks enough, or no history worth cutting, or bits that may not depend on the batch: whole.
-    assert_eq!(of(kernel(&p, &[SeqLen::extend(30_000, 64); 16])), ("forward_features", true, 1));
+    // 256 rows are two tiles of 128.
+    assert_eq!(of(kernel(&p, &[SeqLen::extend(30_000, 64); 16])), ("forward_more", true, 1));
+    // No history worth cutting, or bits that may not depend on the batch: whole.
     assert_eq!(of(kernel(&p, &[SeqLen::new(100, 200)])), ("forward_features", true, 1));
     let invariant = Problem { batch_invariant: true, ..p };
     assert_eq!(of(kernel(&invariant, &[SeqLen::extend(32_704, 64)])), ("forward_features", true, 1));
