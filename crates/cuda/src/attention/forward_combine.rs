@@ -45,7 +45,7 @@ impl Forward {
             fp16: i32::from(self.dtype == Dtype::Fp16),
         };
         let rows = u64::from(self.total_q) * u64::from(self.num_q_heads);
-        let kernel = gpu.kernel("forward_combine", "forward_combine", 0)?;
+        let kernel = gpu.kernel("combine", "forward_combine", 0)?;
         let mut args: [*mut c_void; 1] = [(&raw mut params).cast()];
         // SAFETY: the value is the kernel's only parameter; a block has 8 rows of 32 threads.
         unsafe { gpu.launch(kernel, (rows.div_ceil(8) as u32, 1, 1), 256, 0, &mut args) }
