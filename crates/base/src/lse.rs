@@ -118,7 +118,8 @@ mod tests {
             .collect();
         let run = |parts: &[([f32; 2], f32)]| {
             let (mut n, mut d) = (vec![0.0; order_free::words(2)], vec![0.0; order_free::words(1)]);
-            (order_free::clear(&mut n), order_free::clear(&mut d));
+            order_free::clear(&mut n);
+            order_free::clear(&mut d);
             add_order_free(&mut n, &mut d, &[f32::NAN; 2], EMPTY_LSE);
             parts.iter().for_each(|(o, l)| add_order_free(&mut n, &mut d, o, *l));
             let mut out = [7.0; 2];

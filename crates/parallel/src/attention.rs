@@ -137,6 +137,8 @@ pub struct Times {
     pub wait: Duration,
     /// Clearing, packing, unpacking, adding.
     pub carry: Duration,
+    /// All steps together, from the first one's begin to the last one's end.
+    pub all: Duration,
 }
 
 /// One rank's results, rows in the order of its shard; f32. Those of the other pass are empty.

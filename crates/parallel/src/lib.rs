@@ -7,15 +7,20 @@
 
 pub mod attention;
 pub mod check;
+pub mod choose;
 pub mod flaw;
 mod gather;
 mod kernel;
+pub mod launch;
 pub mod mask;
 mod memory;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod plan;
 mod ring;
 pub mod run;
 pub mod shard;
+pub mod simulate;
 mod threads;
 pub mod tile;
 pub mod transport;
@@ -26,6 +31,6 @@ pub use check::{Checked, check};
 pub use flaw::Flaw;
 pub use mask::MaskSlices;
 pub use plan::{ParallelPlan, Pass, Request, Scheme};
-pub use run::{Options, run_threads};
+pub use run::{Options, run_rank, run_threads};
 pub use shard::{Layout, Shards};
 pub use transport::{Fault, FaultKind, Transport};

@@ -9,7 +9,7 @@ use suanpan_base::{BadArgument, lse};
 use crate::attention::{Attention, Inputs, Outputs, interleave, split};
 use crate::check::Checked;
 use crate::kernel::Worker;
-use crate::plan::{OP, ParallelPlan, Pass, Step, own};
+use crate::plan::{OP, ParallelPlan, Pass, Step, Work, own};
 use crate::threads::{Board, Thread};
 use crate::transport::{Fault, Transport};
 
@@ -23,11 +23,13 @@ pub struct Options {
     pub timeout: Duration,
     /// Sees every step begin.
     pub observer: Option<Observer>,
+    /// Kernels are skipped: how long messages alone take. Results mean nothing.
+    pub messages_only: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { timeout: Duration::from_secs(60), observer: None }
+        Options { timeout: Duration::from_secs(60), observer: None, messages_only: false }
     }
 }
 
@@ -53,11 +55,11 @@ pub fn run_threads(
     let board = Arc::new(Board::new(plan.ranks.len(), options.timeout));
     for (rank, input) in inputs.into_iter().enumerate() {
         let (plan, board, attention) = (plan.clone(), board.clone(), attention.clone());
-        let observer = options.observer.clone();
+        let options = options.clone();
         let own_board = board.clone();
         let body = move || {
             let mut end = Thread { board: board.clone(), rank };
-            let run = || rank_main(&plan, &mut end, rank, &attention, input, observer.as_ref());
+            let run = || rank_main(&plan, &mut end, rank, &attention, input, &options);
             match catch_unwind(AssertUnwindSafe(run)) {
                 Ok(report) => board.report(rank, report),
                 Err(_) => board.died(rank),
@@ -70,14 +72,41 @@ pub fn run_threads(
     Ok(board.reports())
 }
 
-/// Runs one rank of a checked plan over a transport, in this thread.
-pub(crate) fn rank_main<T: Transport<Message = Vec<f32>>>(
+/// Runs rank `rank` of a checked plan over a transport, in this thread. The outer error is a refusal, before anything is sent; the inner one
+/// says who was lost where. `Options::timeout` is the transport's own business.
+pub fn run_rank<T: Transport<Message = Vec<f32>>>(
+    checked: &Checked,
+    attention: &Attention,
+    input: Inputs,
+    (transport, rank): (&mut T, usize),
+    options: &Options,
+) -> Result<Result<Outputs, Fault>, BadArgument> {
+    let plan = checked.plan();
+    if rank >= plan.ranks.len() {
+        return Err(BadArgument::new(OP, "rank", rank, format!("below {}", plan.ranks.len())));
+    }
+    input.check(plan, rank)?;
+    attention.check(plan)?;
+    let sends = plan.ranks[rank].steps.iter().flat_map(|s| &s.sends);
+    if let Some(most) = sends.map(|s| plan.message_len(rank, &s.region)).max().filter(|n| *n > T::MAX_NUMBERS)
+    {
+        return Err(BadArgument::new(
+            OP,
+            "message length",
+            most,
+            format!("at most {} numbers", T::MAX_NUMBERS),
+        ));
+    }
+    Ok(rank_main(plan, transport, rank, attention, input, options))
+}
+
+fn rank_main<T: Transport<Message = Vec<f32>>>(
     plan: &ParallelPlan,
     transport: &mut T,
     rank: usize,
     attention: &Attention,
     input: Inputs,
-    observer: Option<&Observer>,
+    options: &Options,
 ) -> Result<Outputs, Fault> {
     let (dqk, dv) = (plan.heads.head_dim_qk, plan.heads.head_dim_v);
     let q = match plan.pass {
@@ -90,16 +119,17 @@ pub(crate) fn rank_main<T: Transport<Message = Vec<f32>>>(
     // `Attention::check` and the checker passed: a refusal here is our own fault, and ends the rank as one.
     let mut worker = Worker::new(plan, rank, attention, [q, kv]).expect("checked");
     let mut outputs = Outputs { buffer_bytes: worker.memory.bytes(), ..Outputs::default() };
+    let started = Instant::now();
     for (t, step) in plan.ranks[rank].steps.iter().enumerate() {
-        if let Some(observer) = observer {
+        if let Some(observer) = &options.observer {
             observer(rank, t);
         }
         transport.begin(t)?;
-        run_step(transport, (plan, rank), &mut worker, step, &mut outputs)?;
+        let work = if options.messages_only { &[] } else { &step.work[..] };
+        run_step(transport, (plan, rank), &mut worker, (step, work), &mut outputs)?;
     }
-    let begun = Instant::now();
+    outputs.times.all = started.elapsed();
     transport.finish(plan.ranks[rank].steps.len())?;
-    outputs.times.wait += begun.elapsed();
     outputs.pairs = worker.pairs;
     let result = worker.memory.result(own::RESULT);
     match plan.pass {
@@ -144,7 +174,7 @@ fn run_step<T: Transport<Message = Vec<f32>>>(
     transport: &mut T,
     (plan, rank): (&ParallelPlan, usize),
     worker: &mut Worker<'_>,
-    step: &Step,
+    (step, work): (&Step, &[Work]),
     outputs: &mut Outputs,
 ) -> Result<(), Fault> {
     let times = &mut outputs.times;
@@ -162,7 +192,7 @@ fn run_step<T: Transport<Message = Vec<f32>>>(
     let posted = Instant::now();
     times.carry += posted - begun;
     transport.progress();
-    for work in &step.work {
+    for work in work {
         worker.work(work).expect("checked");
         transport.progress();
     }

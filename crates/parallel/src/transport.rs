@@ -11,6 +11,9 @@ pub trait Transport {
     /// Memory that a message lies in, on the host or on a device.
     type Message;
 
+    /// Most numbers of one message; `run_rank` refuses plans with longer ones.
+    const MAX_NUMBERS: usize = usize::MAX;
+
     /// The rank begins step `step`.
     fn begin(&mut self, step: usize) -> Result<(), Fault>;
     /// Starts a message to `peer`. Does not wait.

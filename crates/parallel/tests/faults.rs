@@ -40,7 +40,7 @@ fn run(
             d_out: when(of(&whole.d_out)),
         }
     });
-    let options = Options { timeout, observer: Some(break_at) };
+    let options = Options { timeout, observer: Some(break_at), ..Options::default() };
     run_threads(&plan, &Default::default(), inputs.collect(), &options).unwrap()
 }
 

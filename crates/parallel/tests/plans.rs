@@ -187,7 +187,8 @@ fn zigzag_is_even_and_contiguous_is_not() {
     assert!(plan(Layout::Stripe).step_imbalance() < 1.01);
     let text = plan(Layout::Contiguous).to_string();
     assert!(
-        text.contains("chunks of keys make [7, 6, 5, 4, 3, 2, 1, 0] hops") && text.contains("28 of 56 hops saved"),
+        text.contains("chunks of keys make [7, 6, 5, 4, 3, 2, 1, 0] hops")
+            && text.contains("28 of 56 hops saved"),
         "{text}"
     );
 }
