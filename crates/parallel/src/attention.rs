@@ -37,20 +37,19 @@ pub struct Attention {
 
 impl Attention {
     /// A tile's problem. Sinks stay outside: no tile is a row's last.
-    pub(crate) fn problem(&self, plan: &ParallelPlan, heads: HeadShape, mask: Mask) -> Problem {
+    pub(crate) fn problem(&self, heads: HeadShape, mask: Mask, batch_invariant: bool) -> Problem {
         let scores = Scores {
             softcap: self.softcap,
             dropout: self.dropout.map(|(p, _)| p),
             bias: self.bias.is_some(),
             ..Scores::default()
         };
-        let batch_invariant = plan.order_free();
         Problem { scores, softmax_scale: self.softmax_scale, batch_invariant, ..Problem::new(heads, mask) }
     }
 
     /// Refuses what a tile of the plan cannot do.
     pub(crate) fn check(&self, plan: &ParallelPlan) -> Result<(), BadArgument> {
-        self.problem(plan, plan.heads, plan.mask.mask()).check()?;
+        self.problem(plan.heads, plan.mask.mask(), plan.order_free()).check()?;
         let tiles = || plan.ranks.iter().flat_map(|r| &r.steps).flat_map(|s| &s.work).map(|w| &w.tile);
         let keys = tiles().any(|t| t.k.step > 1 && t.k.count > 1);
         let supported = "layouts or schemes under which neighbours in a tile are neighbours in the sequence: not a stripe (ulysses, or the N-invariant mode, deal with it)";

@@ -7,7 +7,7 @@ use std::ops::Range;
 use crate::plan::{
     Buffer, Holds, Move, ParallelPlan, Parcel, Pass, Region, Scheme, Step, Transfer, What, Work, own,
 };
-use crate::shard::Run;
+use crate::shard::{Run, joined};
 use crate::tile::Tile;
 
 /// Who needs which parcels: `[rank][parcel]`.
@@ -15,12 +15,16 @@ type Needs = Vec<Vec<bool>>;
 
 /// Fills in the steps of every rank.
 pub(crate) fn plan(plan: &mut ParallelPlan) {
-    let n = plan.ranks.len();
-    let needs = if plan.scheme == Scheme::Halo { cut_parcels(plan) } else { whole_chunks(plan) };
+    let (n, halo) = (plan.ranks.len(), plan.scheme == Scheme::Halo);
+    let needs = if halo { cut_parcels(plan) } else { whole_chunks(plan) };
     for rank in 0..n {
-        let mut steps = vec![exchange(plan, &needs, rank), work(plan, &needs, rank)];
+        // A halo's own keys stay where they are, and are worked on while others' arrive.
+        let mut gathered = needs[rank].clone();
+        let own = plan.parcels_of(rank..rank + 1);
+        gathered[own].iter_mut().filter(|_| halo).for_each(|needed| *needed = false);
+        let mut steps = vec![exchange(plan, &needs, &gathered, rank), work(plan, &gathered, rank)];
         if plan.pass == Pass::Backward {
-            steps.push(bring_home(plan, &needs, rank));
+            steps.push(bring_home(plan, &needs, &gathered, rank));
         }
         plan.ranks[rank].steps = steps;
     }
@@ -30,10 +34,11 @@ pub(crate) fn plan(plan: &mut ParallelPlan) {
     };
     let (sent, all) = ((0..n).map(sent).sum::<usize>(), (n - 1) * plan.shards.all_tokens());
     plan.why.push(format!("keys of {sent} of {all} tokens sent: the others are seen by nobody there"));
-    plan.why.push(
-        "keys lie in global order: one tile a document and run of queries, nothing to merge in between"
-            .into(),
-    );
+    plan.why.push(if halo {
+        "each rank works on its own keys while others' arrive".into()
+    } else {
+        "keys lie in global order: one tile a document and run of queries, nothing to merge in between".into()
+    });
 }
 
 fn whole_chunks(plan: &ParallelPlan) -> Needs {
@@ -127,51 +132,57 @@ fn gathered(plan: &ParallelPlan) -> usize {
     if plan.pass == Pass::Backward { own::D_KV + 1 } else { own::RESULT + 1 }
 }
 
-fn exchange(plan: &mut ParallelPlan, needs: &Needs, rank: usize) -> Step {
-    let span = span(plan, &needs[rank]);
+fn exchange(plan: &mut ParallelPlan, needs: &Needs, gather: &[bool], rank: usize) -> Step {
+    let span = span(plan, gather);
     let all = push(plan, rank, What::Kv, Holds::Span(span));
-    let others = (0..needs.len()).filter(|&o| o != rank);
     let mut step = Step::default();
-    for peer in others {
+    for peer in (0..needs.len()).filter(|&o| o != rank) {
         let mine = regions(plan, own::KV, &needs[peer], rank);
         step.sends.extend(mine.map(|region| Transfer { peer, region }));
-        let theirs = regions(plan, all, &needs[rank], peer);
+        let theirs = regions(plan, all, gather, peer);
         step.recvs.extend(theirs.map(|region| Transfer { peer, region }));
     }
-    let own = regions(plan, own::KV, &needs[rank], rank);
+    let own = regions(plan, own::KV, gather, rank);
     step.moves.extend(own.map(|from| Move { from, into: all, add: false }));
+    if plan.scheme == Scheme::Halo {
+        let d_kv = (plan.pass == Pass::Backward).then_some(own::D_KV);
+        let keys = plan.shards.runs(rank).to_vec();
+        step.work = tiles(plan, rank, &keys, own::KV, d_kv);
+    }
     step
 }
 
-fn work(plan: &mut ParallelPlan, needs: &Needs, rank: usize) -> Step {
+fn tiles(plan: &ParallelPlan, rank: usize, keys: &[Run], kv: usize, d_kv: Option<usize>) -> Vec<Work> {
+    let runs = (plan.shards.runs(rank), keys);
+    let tiles = Tile::cut_all(&plan.mask, runs, &plan.calls(rank), plan.invariant_block);
+    tiles.into_iter().map(|tile| Work { tile, q: own::Q, kv, result: own::RESULT, d_kv }).collect()
+}
+
+/// The keys that were gathered, neighbours together.
+fn keys(plan: &ParallelPlan, gather: &[bool]) -> Vec<Run> {
+    let runs: Vec<Run> = (0..gather.len()).filter(|&p| gather[p]).flat_map(|p| plan.runs(p)).collect();
+    // Queries of a stripe see keys by the same step only: one run of keys a rank.
+    if plan.shards.strided() { runs } else { joined(runs) }
+}
+
+fn work(plan: &mut ParallelPlan, gather: &[bool], rank: usize) -> Step {
     let kv = gathered(plan);
-    let Holds::Span(span) = plan.ranks[rank].buffers[kv].holds.clone() else {
-        unreachable!("exchange pushed it")
-    };
-    let holds = Holds::Span(span.clone());
+    let holds = plan.ranks[rank].buffers[kv].holds.clone();
     let d_kv = (plan.pass == Pass::Backward).then(|| push(plan, rank, What::DKv, holds));
     let mut step = Step::default();
     if let Some(buffer) = d_kv {
-        let all = (0..needs.len()).flat_map(|o| regions(plan, buffer, &needs[rank], o));
+        let all = (0..plan.ranks.len()).flat_map(|o| regions(plan, buffer, gather, o));
         step.clears.extend(all);
     }
-    // Queries of a stripe see keys by the same step only: one run of keys a rank.
-    let keys: Vec<Run> = if plan.shards.strided() {
-        (0..plan.parcels.len()).filter(|&p| needs[rank][p]).flat_map(|p| plan.runs(p)).collect()
-    } else {
-        vec![Run::of(span)]
-    };
-    let runs = (plan.shards.runs(rank), &keys[..]);
-    let tiles = Tile::cut_all(&plan.mask, runs, &plan.calls(rank), plan.invariant_block);
-    step.work.extend(tiles.into_iter().map(|tile| Work { tile, q: own::Q, kv, result: own::RESULT, d_kv }));
+    step.work = tiles(plan, rank, &keys(plan, gather), kv, d_kv);
     step
 }
 
-fn bring_home(plan: &mut ParallelPlan, needs: &Needs, rank: usize) -> Step {
+fn bring_home(plan: &mut ParallelPlan, needs: &Needs, gather: &[bool], rank: usize) -> Step {
     let all = gathered(plan) + 1;
     let mut step = Step::default();
     for origin in 0..needs.len() {
-        for from in regions(plan, all, &needs[rank], origin) {
+        for from in regions(plan, all, gather, origin) {
             if origin == rank {
                 step.moves.push(Move { from, into: own::D_KV, add: true });
             } else {

@@ -26,7 +26,7 @@ struct Kernels {
     ws: Workspace,
     backward_ws: BackwardWorkspace,
     /// Which plan a kind of tile runs.
-    of: HashMap<(Mask, usize, usize), usize>,
+    of: HashMap<Key, usize>,
     scratch: Scratch,
 }
 
@@ -39,8 +39,15 @@ struct Scratch {
     dv: Vec<f32>,
 }
 
-fn key(tile: &Tile) -> (Mask, usize, usize) {
-    (tile.mask(), tile.q_heads.len(), tile.kv_heads.len())
+/// A kind of tile: mask, query heads, kv heads, and whether it has few queries.
+type Key = (Mask, usize, usize, bool);
+
+/// Up to so many queries the kernels would cut keys into splits, to have work for many threads, and merge them in f32. A rank has one thread: such
+/// tiles run batch-invariant instead, which cuts at 1,024 keys and keeps lse as good as a long tile's.
+const FEW_QUERIES: usize = 32;
+
+fn key(tile: &Tile) -> Key {
+    (tile.mask(), tile.q_heads.len(), tile.kv_heads.len(), tile.q.count <= FEW_QUERIES)
 }
 
 impl Kernels {
@@ -62,11 +69,11 @@ impl Kernels {
         // One thread a rank: ranks are what runs at once.
         let (machine, mut of) = (Machine::detect(1), HashMap::new());
         let (mut forward, mut backward) = (Vec::new(), Vec::new());
-        for ((mask, q_heads, kv_heads), (max_total_q, max_seqlen_k)) in limits {
+        for (key @ (mask, q_heads, kv_heads, few), (max_total_q, max_seqlen_k)) in limits {
             let heads = HeadShape::with_widths(q_heads, kv_heads, h.head_dim_qk, h.head_dim_v);
             let (problem, limits) =
-                (attention.problem(plan, heads, mask), Limits { max_seqs: 1, max_total_q, max_seqlen_k });
-            of.insert((mask, q_heads, kv_heads), forward.len() + backward.len());
+                (attention.problem(heads, mask, few || plan.order_free()), Limits { max_seqs: 1, max_total_q, max_seqlen_k });
+            of.insert(key, forward.len() + backward.len());
             match plan.pass {
                 Pass::Forward => forward.push(Plan::new(&problem, &machine, limits)?),
                 Pass::Backward => backward.push(BackwardPlan::new(&problem, &machine, limits)?),

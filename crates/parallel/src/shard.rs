@@ -149,19 +149,11 @@ impl Shards {
         if size == self.cp_size() {
             return if self.tokens > 0 { vec![Run::of(0..self.tokens)] } else { Vec::new() };
         }
-        let mut runs: Vec<Run> = self.ranks[first..first + size].concat();
+        let runs: Vec<Run> = self.ranks[first..first + size].concat();
         if runs.iter().any(|run| run.step > 1) || size == 1 {
             return runs;
         }
-        runs.sort_by_key(|run| run.start);
-        let mut joined: Vec<Run> = Vec::new();
-        for run in runs {
-            match joined.last_mut() {
-                Some(last) if last.hull().end == run.start => last.count += run.count,
-                _ => joined.push(run),
-            }
-        }
-        joined
+        joined(runs)
     }
 
     /// Whether neighbours in a rank's memory are not neighbours in the sequence.
@@ -231,6 +223,21 @@ impl Shards {
 pub fn part_of(n: usize, parts: usize, i: usize) -> Range<usize> {
     let start = |i: usize| i * (n / parts) + i.min(n % parts);
     start(i)..start(i + 1)
+}
+
+/// Runs of neighbours in global order, those that meet together.
+pub(crate) fn joined(mut runs: Vec<Run>) -> Vec<Run> {
+    runs.sort_by_key(|run| run.start);
+    let mut joined: Vec<Run> = Vec::new();
+    for run in runs {
+        // A single token has no step of its own.
+        let run = if run.count == 1 { Run { step: 1, ..run } } else { run };
+        match joined.last_mut() {
+            Some(last) if last.hull().end == run.start => last.count += run.count,
+            _ => joined.push(run),
+        }
+    }
+    joined
 }
 
 /// The number of `position` in the memory that `runs` lie in, one after another.

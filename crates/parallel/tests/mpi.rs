@@ -4,13 +4,13 @@
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-/// Runs `suanpan-ranks transport=mpi …` in `ranks` processes. Survivors of a killed one are left to end by themselves.
+/// Runs `suanpan-ranks transport=mpi …` in `ranks` processes.
 fn mpirun(ranks: usize, args: &[&str]) -> Output {
     let mut command = Command::new("mpirun");
     for name in ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] {
         command.env(name, "1");
     }
-    command.args(["--oversubscribe", "--enable-recovery", "-n", &ranks.to_string()]);
+    command.args(["--oversubscribe", "-n", &ranks.to_string()]);
     command.arg(env!("CARGO_BIN_EXE_suanpan-ranks")).arg("transport=mpi").args(args);
     command.output().expect("mpirun of Open MPI")
 }

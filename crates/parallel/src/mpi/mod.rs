@@ -5,6 +5,7 @@
 //! no progress outside its calls: [`Transport::progress`] is called between tiles.
 
 mod raw;
+mod supervise;
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -17,6 +18,8 @@ use suanpan_base::BadArgument;
 use crate::launch::Launch;
 use crate::plan::OP;
 use crate::transport::{Fault, FaultKind, Transport};
+pub use supervise::supervise;
+
 use raw::{Channel, MAX_NUMBERS, Pending, Refused, WORDS};
 
 /// "Where are you?"

@@ -1,7 +1,10 @@
 //! One attention layer over many ranks, from the command line: planned, checked, run forward and backward on threads or under MPI, compared
 //! with one rank, and timed. `suanpan-ranks key=value …`; under MPI every process runs it (`mpirun -n 4 suanpan-ranks transport=mpi`).
 
+mod forecast;
+
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -15,7 +18,7 @@ use suanpan_parallel::{
 
 const KEYS: &str = "transport=threads|mpi ranks=N tokens=N documents=N window=N heads=N kv_heads=N head_dim=N \
 layout=contiguous|stripe|zigzag|document-zigzag scheme=ring|ring-query|all-gather|halo|ulysses|hybrid:N \
-invariant_block=N repeats=N timeout_ms=N break=kill|freeze:RANK:STEP print_plan=1";
+invariant_block=N repeats=N timeout_ms=N break=kill|freeze:RANK:STEP print_plan=1 forecast=1";
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -57,6 +60,7 @@ struct Job {
     /// (signal, rank, step).
     broken: Option<(String, usize, usize)>,
     print_plan: bool,
+    forecast: bool,
 }
 
 fn layout(text: &str) -> Result<Layout, Failure> {
@@ -113,6 +117,7 @@ impl Job {
             timeout: Duration::from_millis(asked.number("timeout_ms", 60_000)? as u64),
             broken: broken(&asked.text("break", ""))?,
             print_plan: asked.number("print_plan", 0)? > 0,
+            forecast: asked.number("forecast", 0)? > 0,
         };
         match asked.0.into_keys().next() {
             None => Ok(job),
@@ -202,6 +207,11 @@ fn compare(job: &Job, plan: &ParallelPlan, rank: usize, (forward, backward): &Bo
     if most > 1e-4 { Err(format!("rank {rank}: {most:e} away from one rank").into()) } else { Ok(most) }
 }
 
+/// One line in one write: other processes write to the same place.
+fn say(what: &dyn std::fmt::Display) {
+    let _ = std::io::stderr().write_all(format!("{what}\n").as_bytes());
+}
+
 fn median(mut times: Vec<Duration>) -> f64 {
     times.sort();
     times[times.len() / 2].as_secs_f64() * 1e6
@@ -236,7 +246,7 @@ fn on_threads(
         for report in run_threads(plan, &Attention::default(), inputs.to_vec(), &options)? {
             match report {
                 Ok(outputs) => ended.push(outputs),
-                Err(fault) => eprintln!("{fault}"),
+                Err(fault) => say(&fault),
             }
         }
         if ended.len() < job.ranks {
@@ -271,8 +281,10 @@ fn threads(job: &Job) -> Result<(), Failure> {
 #[cfg(feature = "mpi")]
 mod under_mpi {
     use suanpan_parallel::launch::Launch;
-    use suanpan_parallel::mpi::Mpi;
-    use suanpan_parallel::run_rank;
+    use suanpan_parallel::mpi::{Mpi, supervise};
+    use suanpan_parallel::{Times, Transport, run_rank};
+
+    use super::forecast::{Runner, forecast, given};
 
     use super::*;
 
@@ -290,7 +302,47 @@ mod under_mpi {
         (0..job.repeats).map(run).collect()
     }
 
+    impl Runner for Mpi {
+        fn ranks(&self) -> usize {
+            self.size()
+        }
+
+        fn prints(&self) -> bool {
+            self.rank() == 0
+        }
+
+        fn run(&mut self, job: &Job, plan: &Checked, messages_only: bool) -> Result<Vec<Times>, Failure> {
+            let (rank, options) = (self.rank(), Options { messages_only, ..Options::default() });
+            let input = job.inputs(plan.plan(), rank, given(plan, rank).as_ref());
+            let own = run_rank(plan, &Attention::default(), input, (self, rank), &options)??.times;
+            // Rank 0 hears all.
+            self.begin(0)?;
+            let all = [own.work, own.wait, own.carry, own.all].map(|t| t.as_secs_f32() * 1e6);
+            let mut times = vec![own];
+            if rank > 0 {
+                self.send(0, all.to_vec())?;
+                self.sent()?;
+            } else {
+                (1..self.size()).try_for_each(|peer| self.expect(peer, all.len()))?;
+                for peer in 1..self.size() {
+                    let of = |us: f32| Duration::from_secs_f32(us * 1e-6);
+                    let x = self.recv(peer)?;
+                    times.push(Times { work: of(x[0]), wait: of(x[1]), carry: of(x[2]), all: of(x[3]) });
+                }
+            }
+            self.meet()?;
+            Ok(times)
+        }
+
+        fn meet(&mut self) -> Result<(), Failure> {
+            Ok(self.finish(0)?)
+        }
+    }
+
     fn passes(job: &Job, mpi: &mut Mpi) -> Result<(), Failure> {
+        if job.forecast {
+            return forecast(mpi, job, true);
+        }
         let (rank, size) = (mpi.rank(), mpi.size());
         let (forward, backward) = (job.plan(Pass::Forward, size)?, job.plan(Pass::Backward, size)?);
         if job.print_plan && rank == 0 {
@@ -311,15 +363,21 @@ mod under_mpi {
 
     /// Runs this process's rank. A fault ends the whole job, after all others have reported it, too.
     pub fn run(job: &Job) -> Result<(), Failure> {
+        if let Some(status) = supervise(4 * job.timeout)? {
+            std::process::exit(status);
+        }
         let mut mpi = Mpi::start(&Launch::from_env()?, job.timeout)?;
         let Err(failure) = passes(job, &mut mpi) else { return Ok(()) };
-        eprintln!("{failure}");
+        say(&failure);
         mpi.leave(if failure.is::<Fault>() { 3 } else { 1 })
     }
 }
 
 fn run() -> Result<(), Failure> {
     let job = Job::parse(Asked::parse(std::env::args().skip(1))?)?;
+    if !job.mpi && job.forecast {
+        return forecast::forecast(&mut forecast::Threads(job.ranks), &job, false);
+    }
     if !job.mpi {
         return threads(&job);
     }
@@ -333,7 +391,7 @@ fn main() -> ExitCode {
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("{failure}");
+            say(&failure);
             ExitCode::FAILURE
         }
     }
