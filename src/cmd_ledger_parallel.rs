@@ -97,7 +97,8 @@ fn parse_tokens(text: &str) -> Result<usize, String> {
     let suffixes = [("Mi", 1 << 20), ("Ki", 1 << 10), ("M", 1_000_000), ("k", 1000)];
     let found = suffixes.iter().find_map(|(suffix, times)| Some((text.strip_suffix(suffix)?, *times)));
     let (digits, times) = found.unwrap_or((text, 1));
-    let number: usize = digits.parse().map_err(|_| format!("{text}: a number of tokens, such as 131072, 128Ki or 1M"))?;
+    let number: usize =
+        digits.parse().map_err(|_| format!("{text}: a number of tokens, such as 131072, 128Ki or 1M"))?;
     number.checked_mul(times).ok_or_else(|| format!("{text}: too many tokens"))
 }
 
@@ -113,14 +114,16 @@ fn parse_scheme(text: &str) -> Result<Scheme, String> {
     }
     let names = ["ring", "ring-query", "all-gather", "halo", "ulysses"];
     let at = names.iter().position(|name| *name == text);
-    at.map(|i| Scheme::ALL[i]).ok_or_else(|| format!("{text}: {} and hybrid:N are supported", names.join(", ")))
+    at.map(|i| Scheme::ALL[i])
+        .ok_or_else(|| format!("{text}: {} and hybrid:N are supported", names.join(", ")))
 }
 
 impl ParallelArgs {
     fn model(&self) -> Result<(String, Model), BadArgument> {
         if let Some(name) = &self.model {
             let names: Vec<_> = suanpan_ledger::shapes::NAMED_SHAPES.iter().map(|s| s.name).collect();
-            let model = Model::named(name).ok_or_else(|| BadArgument::new(OP, "model", name, names.join(", ")))?;
+            let model =
+                Model::named(name).ok_or_else(|| BadArgument::new(OP, "model", name, names.join(", ")))?;
             return Ok((name.clone(), model));
         }
         // clap has seen to it that these are given together.
@@ -130,7 +133,10 @@ impl ParallelArgs {
         if !params.is_finite() || params < 0.0 {
             return Err(BadArgument::new(OP, "params", params, "0 or more"));
         }
-        Ok(("the given shape".into(), Model { layers: of(self.layers), heads, hidden: of(self.hidden), params }))
+        Ok((
+            "the given shape".into(),
+            Model { layers: of(self.layers), heads, hidden: of(self.hidden), params },
+        ))
     }
 
     fn cluster(&self, head_dim: usize) -> Result<Cluster, BadArgument> {
@@ -192,7 +198,10 @@ impl ParallelArgs {
         if !self.json {
             let tokens = self.context.unwrap_or(0);
             let gpus = self.gpus.unwrap_or(0);
-            return Ok(format!("{name}, {tokens} tokens on {gpus} devices, {} layout\n{forecast}", self.layout));
+            return Ok(format!(
+                "{name}, {tokens} tokens on {gpus} devices, {} layout\n{forecast}",
+                self.layout
+            ));
         }
         let attention = forecast.attention.iter().map(|(pass, scheme, f)| {
             json!({"pass": format!("{pass:?}"), "scheme": scheme.to_string(), "layer_us": f.us, "exposed_us": f.exposed_us()})

@@ -71,8 +71,10 @@ impl Kernels {
         let (mut forward, mut backward) = (Vec::new(), Vec::new());
         for (key @ (mask, q_heads, kv_heads, few), (max_total_q, max_seqlen_k)) in limits {
             let heads = HeadShape::with_widths(q_heads, kv_heads, h.head_dim_qk, h.head_dim_v);
-            let (problem, limits) =
-                (attention.problem(heads, mask, few || plan.order_free()), Limits { max_seqs: 1, max_total_q, max_seqlen_k });
+            let (problem, limits) = (
+                attention.problem(heads, mask, few || plan.order_free()),
+                Limits { max_seqs: 1, max_total_q, max_seqlen_k },
+            );
             of.insert(key, forward.len() + backward.len());
             match plan.pass {
                 Pass::Forward => forward.push(Plan::new(&problem, &machine, limits)?),

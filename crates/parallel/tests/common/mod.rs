@@ -117,7 +117,17 @@ impl Whole {
 
     /// The f64 oracle, document by document.
     pub fn oracle(&self) -> Results<f64> {
+        self.oracle_with_sinks().0
+    }
+
+    /// The oracle's gradient of the sinks.
+    pub fn oracle_d_sinks(&self) -> Vec<f64> {
+        self.oracle_with_sinks().1
+    }
+
+    fn oracle_with_sinks(&self) -> (Results<f64>, Vec<f64>) {
         let mut all: Results<f64> = Default::default();
+        let mut d_sinks = vec![0.0; self.heads.num_q_heads];
         let wide = |x: &[f32]| x.iter().map(|x| f64::from(*x)).collect::<Vec<f64>>();
         let scale = self.attention.softmax_scale.unwrap_or_else(|| self.heads.default_scale());
         let [fw, _, qw, kw, vw] = self.widths();
@@ -143,6 +153,7 @@ impl Whole {
             let (len, q, k, v) = (SeqLen::new(n, n), part(&self.q, qw), part(&self.k, kw), part(&self.v, vw));
             let r = attention_f64(&spec, len, &q, &k, &v);
             let g = attention_backward_f64(&spec, len, &q, &k, &v, &part(&self.d_out, fw), None);
+            d_sinks.iter_mut().zip(&g.d_sinks).for_each(|(a, b)| *a += b);
             // The oracle's lse is [heads, tokens]; ours is [tokens, heads].
             let hq = self.heads.num_q_heads;
             let lse =
@@ -151,7 +162,7 @@ impl Whole {
                 all.extend(part);
             }
         }
-        all
+        (all, d_sinks)
     }
 }
 
