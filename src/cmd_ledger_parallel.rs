@@ -10,6 +10,7 @@ use suanpan_parallel::{Layout, MaskSlices, Scheme};
 /// The name under which an option is refused.
 const OP: &str = "parallel ledger";
 
+/// One sequence over many devices.
 #[derive(Args)]
 pub struct ParallelArgs {
     /// Predict published rows from their hardware's constants, print the misses, and ask for nothing else.
@@ -180,7 +181,8 @@ impl ParallelArgs {
             return Err(BadArgument::new(OP, field, 0, "at least 1"));
         }
         let mut lengths = vec![document; context / document];
-        lengths.extend((context % document > 0).then_some(context % document));
+        let rest = context % document;
+        lengths.extend((rest > 0).then_some(rest));
         let mask = self.window.map_or(Mask::CAUSAL, Mask::window);
         let mask = MaskSlices::packed(mask, &lengths)?;
         let cluster = self.cluster(model.heads.head_dim_qk)?;

@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use suanpan_base::{HeadShape, Mask};
 use suanpan_parallel::{
-    Attention, Checked, Fault, Inputs, Layout, MaskSlices, Options, Outputs, ParallelPlan, Pass, Request,
-    Scheme, check, run_threads,
+    Attention, Checked, Inputs, Layout, MaskSlices, Options, Outputs, ParallelPlan, Pass, Request, Scheme,
+    check, run_threads,
 };
 
 const KEYS: &str = "transport=threads|mpi ranks=N tokens=N documents=N window=N heads=N kv_heads=N head_dim=N \
@@ -282,7 +282,7 @@ fn threads(job: &Job) -> Result<(), Failure> {
 mod under_mpi {
     use suanpan_parallel::launch::Launch;
     use suanpan_parallel::mpi::{Mpi, supervise};
-    use suanpan_parallel::{Times, Transport, run_rank};
+    use suanpan_parallel::{Fault, Times, Transport, run_rank};
 
     use super::forecast::{Runner, forecast, given};
 
