@@ -11,7 +11,7 @@ use suanpan_cache::{KvStorage, LayerSet};
 use suanpan_model::forward::{ExecOptions, Executor, LogitRows, StepBatch, StepSeq};
 use suanpan_model::{Model, ModelError};
 
-use crate::engine_flags;
+use crate::{cmd_perplexity, engine_flags};
 
 #[derive(clap::Args)]
 pub struct EvalArgs {
@@ -23,6 +23,8 @@ pub struct EvalArgs {
 enum What {
     /// Error of stored keys and values by layer, divergence of next-token distributions, retrieval and decode speed, against bf16.
     KvError(KvErrorArgs),
+    /// How well a model predicts a text.
+    Perplexity(cmd_perplexity::PerplexityArgs),
 }
 
 #[derive(clap::Args)]
@@ -235,6 +237,7 @@ fn task(model: &Model, args: &KvErrorArgs) -> anyhow::Result<Task> {
 pub fn run(args: &EvalArgs) -> anyhow::Result<()> {
     match &args.what {
         What::KvError(args) => kv_error(args),
+        What::Perplexity(args) => cmd_perplexity::run(args),
     }
 }
 

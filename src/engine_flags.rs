@@ -25,6 +25,17 @@ pub enum Dtype {
     Float32,
 }
 
+impl Dtype {
+    /// What it asks of the products.
+    pub fn precision(self) -> Precision {
+        match self {
+            Dtype::Auto => Precision::Int16,
+            Dtype::Int8 => Precision::Int8,
+            Dtype::Float32 => Precision::F32,
+        }
+    }
+}
+
 /// How keys and values are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum KvCacheDtype {
@@ -135,11 +146,7 @@ impl EngineFlags {
             kv_cache_memory_bytes: self.kv_cache_memory_bytes,
             num_pages_override: self.num_gpu_blocks_override,
             threads: self.threads.unwrap_or(0),
-            precision: match self.dtype {
-                Dtype::Auto => Precision::Int16,
-                Dtype::Int8 => Precision::Int8,
-                Dtype::Float32 => Precision::F32,
-            },
+            precision: self.dtype.precision(),
             enable_prefix_caching: self.enable_prefix_caching || !self.no_enable_prefix_caching,
             ..EngineOptions::default()
         })

@@ -12,6 +12,7 @@ mod cmd_generate;
 mod cmd_inspect;
 mod cmd_ledger;
 mod cmd_ledger_parallel;
+mod cmd_perplexity;
 mod cmd_serve;
 mod engine_flags;
 

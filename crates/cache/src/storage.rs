@@ -5,12 +5,14 @@
 //! page p:  | layer 0: head 0: K slot 0, 1, .. V slot 0, 1, .. | head 1: K .. V .. | .. | layer 1: .. | .. | page p + 1: ..
 //!                     '- page_size · dqk -' '- page_size · dv -'
 //! ```
+//! Where values lie in keys (`HeadShape::values_in_keys`) a head has keys and their scales only.
 //! One step of one layer reads long runs, a page is one run to copy elsewhere, and memory becomes resident a page at a time,
 //! so that large pages of the operating system waste at most one of theirs.
 
 use memmap2::MmapMut;
 use suanpan_base::error::checked_product;
 use suanpan_base::{BadArgument, Buf, DType, HeadShape};
+use suanpan_ledger::kernel::{kv_write_bytes, scale_pair_bytes};
 
 use crate::memory::HostMemory;
 use crate::quant::{self, SCALE_DTYPE};
@@ -31,8 +33,9 @@ pub struct LayerShape {
 impl LayerShape {
     /// Bytes of the keys and values of `tokens` tokens, scales included.
     pub fn bytes(&self, tokens: usize) -> u64 {
-        let scales = 2 * self.scale_bytes() * self.heads.num_kv_heads * tokens;
-        suanpan_ledger::kernel::kv_write_bytes(self.heads, tokens, self.dtype) + scales as u64
+        let scales =
+            scale_pair_bytes(self.heads, self.scale_bytes()) * (self.heads.num_kv_heads * tokens) as u64;
+        kv_write_bytes(self.heads, tokens, self.dtype) + scales
     }
 
     /// Bytes of one scale; 0 for types that are stored without.
@@ -43,13 +46,13 @@ impl LayerShape {
     /// Bytes of the codes or elements of one head in a page of `page_size` tokens.
     fn head_codes(&self, page_size: usize) -> usize {
         let side = |width: usize| self.dtype.bytes_of(page_size * width);
-        let bytes = side(self.heads.head_dim_qk) + side(self.heads.head_dim_v);
+        let bytes = side(width(self.heads, Side::K)) + side(width(self.heads, Side::V));
         bytes.next_multiple_of(self.scale_bytes().max(1))
     }
 
     /// Bytes of one head in a page of `page_size` tokens.
     fn head_bytes(&self, page_size: usize) -> usize {
-        self.head_codes(page_size) + 2 * page_size * self.scale_bytes()
+        self.head_codes(page_size) + page_size * scale_pair_bytes(self.heads, self.scale_bytes()) as usize
     }
 }
 
@@ -135,7 +138,7 @@ impl KvStorage {
         self.view(layer, Side::K)
     }
 
-    /// All values of `layer` under `v_strides(layer)`, likewise.
+    /// All values of `layer` under `v_strides(layer)`, likewise; empty where they lie in keys.
     pub fn v(&self, layer: usize) -> Buf<'_> {
         self.view(layer, Side::V)
     }
@@ -155,7 +158,7 @@ impl KvStorage {
         self.scales(layer, Side::K)
     }
 
-    /// Scales of the values of `layer`, likewise.
+    /// Scales of the values of `layer`, likewise; empty where values lie in keys.
     pub fn v_scales(&self, layer: usize) -> Buf<'_> {
         self.scales(layer, Side::V)
     }
@@ -168,7 +171,8 @@ impl KvStorage {
     }
 
     fn scales(&self, layer: usize, side: Side) -> Buf<'_> {
-        if self.layers[layer].shape.scale_bytes() == 0 {
+        let shape = &self.layers[layer].shape;
+        if shape.scale_bytes() == 0 || width(shape.heads, side) == 0 {
             return Buf::F32(&[]);
         }
         Buf::Bf16(bytemuck::cast_slice(&self.map[self.scale_offset(layer, side)..]))
@@ -191,7 +195,7 @@ impl KvStorage {
         &mut self.map[page as usize * self.bytes_per_page..][..self.bytes_per_page]
     }
 
-    /// Stores new keys `[T, num_kv_heads, head_dim_qk]` and values `[T, num_kv_heads, head_dim_v]`, token `t` at
+    /// Stores new keys `[T, num_kv_heads, head_dim_qk]` and values `[T, num_kv_heads, head_dim_v]` (none where they lie in keys), token `t` at
     /// `slots[t]` (`PageTable::slot`), converted to the layer's type (nearest, ties to even), with scales where it takes them. Returns the bytes
     /// written. Panics, before it writes anything, on lengths that disagree or a slot past the storage: both are faults
     /// of the caller that would otherwise land in another request's tokens.
@@ -203,10 +207,17 @@ impl KvStorage {
         let shape = self.layers[layer].shape;
         let heads = shape.heads;
         let kv_heads = heads.num_kv_heads;
-        assert_eq!(k.len(), slots.len() * kv_heads * heads.head_dim_qk, "keys of {} tokens", slots.len());
-        assert_eq!(v.len(), slots.len() * kv_heads * heads.head_dim_v, "values of {} tokens", slots.len());
+        assert_eq!(k.len(), slots.len() * kv_heads * width(heads, Side::K), "keys of {} tokens", slots.len());
+        assert_eq!(
+            v.len(),
+            slots.len() * kv_heads * width(heads, Side::V),
+            "values of {} tokens",
+            slots.len()
+        );
         self.scatter(layer, Side::K, slots, k);
-        self.scatter(layer, Side::V, slots, v);
+        if !heads.values_in_keys {
+            self.scatter(layer, Side::V, slots, v);
+        }
         shape.bytes(slots.len())
     }
 
@@ -232,7 +243,8 @@ impl KvStorage {
     }
 
     fn view(&self, layer: usize, side: Side) -> Buf<'_> {
-        let bytes = &self.map[self.offset(layer, side)..];
+        let held = width(self.layers[layer].shape.heads, side) > 0;
+        let bytes = if held { &self.map[self.offset(layer, side)..] } else { &self.map[..0] };
         match self.layers[layer].shape.dtype {
             DType::F32 => Buf::F32(bytemuck::cast_slice(bytes)),
             DType::Bf16 => Buf::Bf16(bytemuck::cast_slice(bytes)),
@@ -271,9 +283,11 @@ impl KvStorage {
     }
 }
 
+/// Elements stored of a token and kv head.
 fn width(heads: HeadShape, side: Side) -> usize {
     match side {
         Side::K => heads.head_dim_qk,
+        Side::V if heads.values_in_keys => 0,
         Side::V => heads.head_dim_v,
     }
 }
@@ -360,9 +374,6 @@ pub fn bytes_per_page(layers: &[LayerShape], page_size: usize) -> Result<usize, 
 /// Bytes of a layer's part of a page.
 fn page_bytes(layer: &LayerShape, page_size: usize) -> Result<usize, BadArgument> {
     let heads = layer.heads;
-    if heads.values_in_keys {
-        return Err(BadArgument::new(OP, "values_in_keys", true, "false: pages of keys beside values"));
-    }
     let width = heads.head_dim_qk.checked_add(heads.head_dim_v);
     let width = width.ok_or_else(|| BadArgument::new(OP, "head_dim", "past 2^64", "below 2^63"))?;
     // Room for every type and its scales: what follows cannot overflow.

@@ -206,8 +206,8 @@ impl Core {
             layer_plans.push(index);
         }
         let attn = Workspace::for_plans(&plans.iter().map(|(_, p)| p).collect::<Vec<_>>());
-        let o_cols = heads.num_q_heads * heads.head_dim_v;
-        let max_cols = config.hidden_size.max(o_cols).max(config.intermediate_size);
+        let latent = config.latent.map_or(0, |l| l.nope_dim.max(heads.head_dim_v).max(l.q_rank.unwrap_or(0)));
+        let max_cols = config.hidden_size.max(config.o_cols()).max(config.widest_mlp()).max(latent);
         let max_rows = opts.max_tokens.max(MAX_LOGIT_ROWS);
         // Positions that depend on a length take the longest sequence's: one choice for every key in the cache.
         let table = |rope: &RopeConfig| {
@@ -222,7 +222,7 @@ impl Core {
             input: linear_input(&model.weights, max_rows, max_cols, opts.precision),
             linear: LinearWorkspace::new(max_rows, opts.threads),
             ropes: config.ropes.iter().map(table).collect(),
-            choices: Choices::new(opts.max_tokens, config.experts.map_or(0, |e| e.per_token)),
+            choices: Choices::new(opts.max_tokens, config.experts, config.family.experts),
             lens: Vec::with_capacity(opts.max_seqs),
             positions: Vec::with_capacity(opts.max_tokens),
             slots: Vec::with_capacity(opts.max_tokens),
