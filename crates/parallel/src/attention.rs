@@ -70,18 +70,19 @@ impl Attention {
                 return Err(BadArgument::new(OP, "bias", "in a stripe", supported));
             }
         }
-        self.check_sinks(plan)
-    }
-
-    fn check_sinks(&self, plan: &ParallelPlan) -> Result<(), BadArgument> {
-        let Some(sinks) = &self.sinks else { return Ok(()) };
-        if sinks.len() != plan.heads.num_q_heads || sinks.iter().any(|s| s.is_nan() || *s == f32::INFINITY) {
-            let supported = format!("{} numbers below infinity", plan.heads.num_q_heads);
-            return Err(BadArgument::new(OP, "sinks", format!("{} numbers", sinks.len()), supported));
-        }
-        if plan.order_free() && plan.pass == Pass::Backward {
+        if self.sinks.is_some() && plan.order_free() && plan.pass == Pass::Backward {
             let supported = "none: their gradient is summed rank by rank, in an order that N decides";
             return Err(BadArgument::new(OP, "sinks", "in an N-invariant backward", supported));
+        }
+        self.check_sinks(plan.heads)
+    }
+
+    /// Refuses sinks that are not one number a query head.
+    pub(crate) fn check_sinks(&self, heads: HeadShape) -> Result<(), BadArgument> {
+        let Some(sinks) = &self.sinks else { return Ok(()) };
+        if sinks.len() != heads.num_q_heads || sinks.iter().any(|s| s.is_nan() || *s == f32::INFINITY) {
+            let supported = format!("{} numbers below infinity", heads.num_q_heads);
+            return Err(BadArgument::new(OP, "sinks", format!("{} numbers", sinks.len()), supported));
         }
         Ok(())
     }

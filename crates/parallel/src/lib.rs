@@ -8,6 +8,7 @@
 pub mod attention;
 pub mod check;
 pub mod choose;
+pub mod decode;
 pub mod flaw;
 mod gather;
 mod kernel;

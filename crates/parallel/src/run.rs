@@ -52,24 +52,35 @@ pub fn run_threads(
     let plan = checked.plan();
     check_inputs(plan, &inputs)?;
     attention.check(plan)?;
-    let board = Arc::new(Board::new(plan.ranks.len(), options.timeout));
+    let shared = Arc::new((plan.clone(), attention.clone(), options.clone()));
+    let body = move |input: Inputs, mut end: Thread<Outputs>| {
+        let ((plan, attention, options), rank) = (&*shared, end.rank);
+        rank_main(plan, &mut end, rank, attention, input, options)
+    };
+    Ok(on_threads(inputs, options.timeout, body))
+}
+
+/// Runs `body` for each rank, in a thread of its own with its input; returns every rank's report.
+pub(crate) fn on_threads<I: Send + 'static, R: Send + 'static>(
+    inputs: Vec<I>,
+    timeout: Duration,
+    body: impl Fn(I, Thread<R>) -> Result<R, Fault> + Send + Sync + 'static,
+) -> Vec<Result<R, Fault>> {
+    let (board, body) = (Arc::new(Board::new(inputs.len(), timeout)), Arc::new(body));
     for (rank, input) in inputs.into_iter().enumerate() {
-        let (plan, board, attention) = (plan.clone(), board.clone(), attention.clone());
-        let options = options.clone();
-        let own_board = board.clone();
-        let body = move || {
-            let mut end = Thread { board: board.clone(), rank };
-            let run = || rank_main(&plan, &mut end, rank, &attention, input, &options);
-            match catch_unwind(AssertUnwindSafe(run)) {
+        let (board, own_board, body) = (board.clone(), board.clone(), body.clone());
+        let run = move || {
+            let end = Thread { board: board.clone(), rank };
+            match catch_unwind(AssertUnwindSafe(|| body(input, end))) {
                 Ok(report) => board.report(rank, report),
                 Err(_) => board.died(rank),
             }
         };
-        if std::thread::Builder::new().name(format!("rank {rank}")).spawn(body).is_err() {
+        if std::thread::Builder::new().name(format!("rank {rank}")).spawn(run).is_err() {
             own_board.died(rank);
         }
     }
-    Ok(board.reports())
+    board.reports()
 }
 
 /// Runs rank `rank` of a checked plan over a transport, in this thread. The outer error is a refusal, before anything is sent; the inner one

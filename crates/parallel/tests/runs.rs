@@ -157,6 +157,37 @@ fn bias_and_learned_sinks_are_not_dropped() {
     }
 }
 
+/// A cached prefix: new tokens see it, forward and backward, as in a call over everything whose other queries have no gradient.
+#[test]
+fn new_tokens_see_a_cached_prefix_on_any_ranks() {
+    let (lengths, cached) = ([50, 0, 23], [37, 0, 0]);
+    let mut whole = Whole::new(HeadShape::new(4, 2, 16), Mask::CAUSAL, &lengths, 13);
+    let new = |row: usize| row >= cached[0];
+    whole.d_out.chunks_exact_mut(64).take(cached[0]).for_each(|row| row.fill(0.0));
+    let mut want = whole.oracle();
+    want[0].chunks_exact_mut(64).take(cached[0]).for_each(|row| row.fill(0.0));
+    want[1].chunks_exact_mut(4).take(cached[0]).for_each(|row| row.fill(f64::NEG_INFINITY));
+    whole.mask = MaskSlices::extended(Mask::CAUSAL, &lengths, &cached).unwrap();
+    assert_eq!(
+        whole.mask.pairs(),
+        (0..73).filter(|r| new(*r)).map(|r| if r < 50 { r + 1 } else { r - 49 }).sum::<usize>() as u64
+    );
+    let one = whole.run(1, Layout::Contiguous, Scheme::Ring);
+    for (n, layout) in [2, 4, 8].into_iter().flat_map(|n| Layout::ALL.map(|l| (n, l))) {
+        for scheme in Scheme::ALL.into_iter().chain([Scheme::Hybrid(2)]) {
+            let got = whole.run(n, layout, scheme);
+            for (i, name) in NAMES.iter().enumerate() {
+                let size = want[i].iter().filter(|x| x.is_finite()).map(|x| x * x).sum::<f64>().sqrt();
+                let (error, base) = (distance(&got[i], &want[i]), distance(&one[i], &want[i]));
+                assert!(
+                    error <= 2.0 * base + ROUNDING * size,
+                    "{name}, {n}, {layout}, {scheme}: {error:e}, one {base:e}"
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn ranks_without_a_token_are_normal() {
     all_of(Mask::CAUSAL, &[3]);
