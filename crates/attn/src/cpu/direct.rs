@@ -1,8 +1,8 @@
 //! The kernel for few rows: K rows dotted where they lie, V rows accumulated one by one; every byte of K and V is loaded once.
 //!
 //! Up to four rows share each load. bf16 rows are widened by a shift (even elements) and a mask (odd ones), so q and o are held
-//! in that order. A task works block by block and, inside a block, head by head; while it works on one block it asks for the next
-//! one of all its heads, a few rows at a time, in the order in which pages hold them: that keeps memory busy all along.
+//! in that order. A task works block by block and, inside a block, head by head; while it works on one head's block it asks for the
+//! next head's, a few lines at a time: that keeps memory busy all along.
 
 use std::ops::Range;
 
@@ -143,12 +143,16 @@ pub(crate) unsafe fn run<V: Vector, E: Rows<V>, const N: usize>(
         if let Some(base) = block {
             fill_offsets(t, base, w.k_off, w.v_off);
         }
+        let mut ahead = Ahead::idle();
         while let Some(base) = block {
             block = t.block_from(base + KEY_BLOCK);
             let next;
             (next_task, next) = t.after(block);
-            let mut ahead = Ahead::over(t, next, &mut w);
+            if let Some((next, base)) = &next {
+                fill_offsets(next, *base, w.k_next, w.v_next);
+            }
             for head in 0..t.unit.kv_heads {
+                ahead.after(t, (head, base), next.as_ref(), &w);
                 if let Some((next, base)) = next.filter(|(next, _)| head < next.unit.kv_heads) {
                     ask::<V>(&next.of_head(head), base);
                 }
@@ -358,12 +362,12 @@ unsafe fn dot<V: Vector, E: InPlace, const R: usize, const TAIL: bool>(
         let mut acc = [[V::splat(0.0); DOT_KEYS]; R];
         let mut x = 0;
         while x + pair <= d {
-            ahead.ask::<V>(w, lines);
+            ahead.ask::<V>(lines);
             dot_pair::<V, E, R, false>(&mut acc, q.add(x), w.q_stride, k, x, pair);
             x += pair;
         }
         if TAIL {
-            ahead.ask::<V>(w, lines);
+            ahead.ask::<V>(lines);
             dot_pair::<V, E, R, true>(&mut acc, q.add(x), w.q_stride, k, x, d - x);
         }
         acc
@@ -454,7 +458,7 @@ unsafe fn value_columns<V: Vector, E: InPlace, const R: usize, const P: usize, c
         for key in lo..hi {
             let p = h.v.add(*w.v_off.get_unchecked(key) + x);
             if key % 2 == 0 {
-                ahead.ask::<V>(w, lines);
+                ahead.ask::<V>(lines);
             }
             let mut b = [(V::splat(0.0), V::splat(0.0)); P];
             for i in 0..P {

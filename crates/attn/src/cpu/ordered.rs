@@ -37,7 +37,7 @@ pub(crate) unsafe fn ordered_dots<V: Vector, E: InPlace, const R: usize>(
             let mut acc = [[V::splat(0.0); R]; 2];
             let mut x = 0;
             while x + step <= d {
-                ahead.ask::<V>(w, lines);
+                ahead.ask::<V>(lines);
                 let squares =
                     [key_square::<V, E>(w, h, groups[0], x), key_square::<V, E>(w, h, groups[1], x)];
                 for j in 0..V::LANES {
