@@ -23,6 +23,11 @@ const RUN_BYTES: usize = 4096;
 /// Lines asked for without a look at where runs end.
 const BURST: usize = 8;
 
+/// Into the first-level cache, for rows that are multiplied where they lie.
+pub(crate) const NEAR: bool = true;
+/// Into the second-level cache, for rows that are packed first, beside a panel that fills the first.
+pub(crate) const FAR: bool = false;
+
 /// The task's keys in the block at `base`, as columns from the first to the last.
 #[inline(always)]
 pub(crate) fn columns(t: &Task<'_>, base: usize) -> (usize, usize) {
@@ -163,15 +168,16 @@ impl Ahead {
         (KEY_BLOCK * (self.k.row + self.v.row)).div_ceil(LINE_BYTES * steps.max(1))
     }
 
-    /// Asks for the next few cache lines.
+    /// Asks for the next few cache lines, `NEAR` or `FAR`.
     #[inline(always)]
-    pub fn ask<V: Vector>(&mut self, lines: usize) {
+    pub fn ask<V: Vector, const HOW: bool>(&mut self, lines: usize) {
         let mut left = lines;
         while left > 0 && self.offset < self.bytes {
             let n = left.min(BURST);
             for i in 0..n {
-                // SAFETY: turn < count <= STREAMS and i < BURST; a prefetch never faults.
-                unsafe { V::prefetch(self.streams.get_unchecked(self.turn + i).wrapping_add(self.offset)) };
+                // SAFETY: turn < count <= STREAMS and i < BURST.
+                let stream = unsafe { *self.streams.get_unchecked(self.turn + i) };
+                fetch::<V, HOW>(stream.wrapping_add(self.offset));
             }
             self.turn += n;
             while self.turn >= self.count {
@@ -179,7 +185,7 @@ impl Ahead {
                 self.offset += LINE_BYTES;
             }
             if self.offset >= self.bytes {
-                self.turn_over::<V>();
+                self.turn_over::<V, HOW>();
             }
             left -= n;
         }
@@ -187,12 +193,11 @@ impl Ahead {
 
     /// Goes on with the next runs, of which as many lines are asked for as were past the end of the last ones.
     #[inline(never)]
-    fn turn_over<V: Vector>(&mut self) {
+    fn turn_over<V: Vector, const HOW: bool>(&mut self) {
         let mut past = (self.offset - self.bytes) / LINE_BYTES * self.count + self.turn;
         self.gather();
         while past > 0 && self.offset < self.bytes {
-            // SAFETY: a prefetch never faults.
-            unsafe { V::prefetch(self.streams[self.turn].wrapping_add(self.offset)) };
+            fetch::<V, HOW>(self.streams[self.turn].wrapping_add(self.offset));
             self.turn += 1;
             if self.turn == self.count {
                 (self.turn, self.offset) = (0, self.offset + LINE_BYTES);
@@ -247,4 +252,11 @@ impl Ahead {
         }
         true
     }
+}
+
+/// Asks for one line.
+#[inline(always)]
+fn fetch<V: Vector, const HOW: bool>(line: *const u8) {
+    // SAFETY: a prefetch never faults.
+    unsafe { if HOW == NEAR { V::prefetch_near(line) } else { V::prefetch(line) } }
 }

@@ -10,7 +10,7 @@
 
 use suanpan_base::Seen;
 
-use super::ahead::{Ahead, columns, fill_offsets};
+use super::ahead::{Ahead, FAR, columns, fill_offsets};
 use super::element::Elem;
 use super::kv_scales::{fill, scale_weights};
 use super::pack::{pack_k, pack_v};
@@ -192,7 +192,7 @@ unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, ahead
             if span.from >= left + panel || span.to <= left {
                 continue;
             }
-            ahead.ask::<V>(lines);
+            ahead.ask::<V, FAR>(lines);
             // SAFETY: within the slot's parts.
             unsafe {
                 let q = w.q.add(tile * TILE_ROWS * d);
@@ -269,7 +269,7 @@ unsafe fn outputs<V: Vector, const N: usize>(
         let width = (columns - left).min(panel);
         for tile in 0..rows.div_ceil(TILE_ROWS) {
             let Some(span) = span(t, w, tile, base) else { continue };
-            ahead.ask::<V>(lines);
+            ahead.ask::<V, FAR>(lines);
             // SAFETY: within the slot's parts.
             unsafe {
                 if left == 0 {
