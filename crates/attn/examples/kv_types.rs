@@ -1,11 +1,15 @@
-//! Decode over stored keys and values of each type, beside bf16, turn by turn in one loop: medians and ratios.
+//! Decode over stored keys and values of each type and in the batch-invariant mode, beside bf16 and beside a plain read of the same
+//! buffers, turn by turn in one loop: medians and ratios.
 //!
-//! `cargo run --release -p suanpan-attn --example kv_types -- [keys] [rounds] [threads] [q: bf16|f32] [page size, 0: contiguous]`
+//! `cargo run --release -p suanpan-attn --example kv_types -- [keys] [rounds] [threads] [q: bf16|f32] [page size, 0: contiguous] [one type]`
 
+use std::hint::black_box;
 use std::time::Instant;
 
 use half::bf16;
 use memmap2::MmapMut;
+use rayon::prelude::*;
+use suanpan_attn::cpu::probe;
 use suanpan_attn::{
     Args, Extras, KvLayout, KvScales, Limits, Machine, Plan, Problem, Strides, Workspace, run,
 };
@@ -17,7 +21,7 @@ const HEADS: HeadShape = HeadShape::new(32, 8, 128);
 /// One type with its buffers. Bytes are random; every pattern that is not a number is left out.
 struct Subject {
     dtype: DType,
-    scales: ScaleGrain,
+    name: String,
     plan: Plan,
     ws: Workspace,
     k: MmapMut,
@@ -60,8 +64,7 @@ fn random_bytes(bytes: usize, seed: u64, dtype: DType) -> std::io::Result<MmapMu
 
 impl Subject {
     fn new(
-        dtype: DType,
-        scales: ScaleGrain,
+        (dtype, scales, batch_invariant): (DType, ScaleGrain, bool),
         (keys, page): (usize, usize),
         q_dtype: DType,
         machine: &Machine,
@@ -71,6 +74,7 @@ impl Subject {
             q_dtype,
             kv_dtype: dtype,
             kv_scales: scales,
+            batch_invariant,
             kv: if page == 0 { KvLayout::Contiguous } else { KvLayout::Paged { page_size: page } },
             ..Problem::new(HEADS, Mask::CAUSAL)
         };
@@ -84,7 +88,7 @@ impl Subject {
         let table = (0..pages).map(|i| (i * 7919 % pages.max(1)) as u32).collect();
         Ok(Subject {
             dtype,
-            scales,
+            name: if batch_invariant { "batch-invariant".to_string() } else { scales.to_string() },
             ws: Workspace::for_plans(&[&plan]),
             plan,
             k: random_bytes(bytes, 3, dtype)?,
@@ -137,6 +141,12 @@ fn typed(x: &[u8], dtype: DType) -> Buf<'_> {
     }
 }
 
+/// A plain read of all of it by all threads.
+fn read(machine: &Machine, bytes: &[u8]) -> f32 {
+    let data: &[f32] = bytemuck::cast_slice(bytes);
+    data.par_chunks(data.len().div_ceil(machine.threads()).max(1)).map(|x| probe::read(machine, x)).sum()
+}
+
 fn median(mut x: Vec<f64>) -> f64 {
     x.sort_by(f64::total_cmp);
     x[x.len() / 2]
@@ -150,28 +160,34 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let only: Option<DType> = args.get(5).map(|x| x.parse()).transpose()?;
     let machine = Machine::detect(threads);
     let all = [
-        (DType::Bf16, ScaleGrain::None),
-        (DType::I8, ScaleGrain::Token),
-        (DType::I4, ScaleGrain::Token),
-        (DType::I8, ScaleGrain::Head),
-        (DType::I4, ScaleGrain::Head),
-        (DType::F32, ScaleGrain::None),
-        (DType::F16, ScaleGrain::None),
-        (DType::E4m3, ScaleGrain::Token),
-        (DType::E5m2, ScaleGrain::Token),
+        (DType::Bf16, ScaleGrain::None, false),
+        (DType::Bf16, ScaleGrain::None, true),
+        (DType::I8, ScaleGrain::Token, false),
+        (DType::I4, ScaleGrain::Token, false),
+        (DType::I8, ScaleGrain::Head, false),
+        (DType::I4, ScaleGrain::Head, false),
+        (DType::F32, ScaleGrain::None, false),
+        (DType::F16, ScaleGrain::None, false),
+        (DType::E4m3, ScaleGrain::Token, false),
+        (DType::E5m2, ScaleGrain::Token, false),
     ];
     let mut subjects = Vec::new();
-    for (dtype, scales) in all.into_iter().filter(|(d, _)| only.is_none_or(|o| o == *d || *d == DType::Bf16))
-    {
-        subjects.push(Subject::new(dtype, scales, (keys, page), q_dtype, &machine)?);
+    for kind in all.into_iter().filter(|(d, ..)| only.is_none_or(|o| o == *d || *d == DType::Bf16)) {
+        subjects.push(Subject::new(kind, (keys, page), q_dtype, &machine)?);
     }
     let n = HEADS.num_q_heads * HEADS.head_dim_qk;
     let q: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
     let q16: Vec<bf16> = q.iter().map(|&x| bf16::from_f32(x)).collect();
     let (mut out, mut out16) = (vec![0f32; n], vec![bf16::ZERO; n]);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
+    let mut reads = Vec::new();
     pool.install(|| -> Result<(), BadArgument> {
         for round in 0..=rounds {
+            let start = Instant::now();
+            black_box(read(&machine, &subjects[0].k) + read(&machine, &subjects[0].v));
+            if round > 0 {
+                reads.push(start.elapsed().as_secs_f64());
+            }
             for s in &mut subjects {
                 let start = Instant::now();
                 match q_dtype {
@@ -186,7 +202,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         Ok(())
     })?;
     let base: Vec<f64> = subjects[0].seconds.clone();
+    let stream_bytes = (subjects[0].k.len() + subjects[0].v.len()) as f64;
     println!("{machine}: {HEADS:?}, {keys} keys, q {q_dtype}, page {page}, {rounds} rounds");
+    println!("plain read of bf16's bytes: {:.2} GB/s", stream_bytes / median(reads.clone()) / 1e9);
     for s in &subjects {
         // Each round's own ratio: phases of the machine meet both sides.
         let ratio = median(base.iter().zip(&s.seconds).map(|(b, s)| b / s).collect());
@@ -194,11 +212,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let t = median(s.seconds.clone());
         let least = |x: &[f64]| x.iter().copied().fold(f64::INFINITY, f64::min);
         println!(
-            "{:<9} {:<28} {:>8.3} ms  {:>6.2} GB/s  {ratio:.2} x bf16; least times {:>8.3} ms, {:.2} x",
+            "{:<9} {:<28} {:>8.3} ms  {:>6.2} GB/s ({:.2} of the read)  {ratio:.2} x bf16; least times {:>8.3} ms, {:.2} x",
             s.dtype.name(),
-            s.scales.to_string(),
+            s.name,
             t * 1e3,
             bytes / t / 1e9,
+            bytes / stream_bytes * median(reads.iter().zip(&s.seconds).map(|(r, s)| r / s).collect()),
             least(&s.seconds) * 1e3,
             least(&base) / least(&s.seconds)
         );

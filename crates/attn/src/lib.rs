@@ -6,6 +6,11 @@
 //! Gradients go the same way: `BackwardPlan`, `run_backward`. Deliberately no positions, no projections and no cache policy: K and V
 //! arrive written, contiguous or paged.
 
+/// The README's example, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 pub mod backward;
 pub mod cascade;
 mod check;

@@ -18,8 +18,6 @@ use crate::problem::{OP, Problem};
 pub const DIRECT_ROWS: usize = 12;
 /// Most rows of a direct task, all its kv heads together.
 pub(crate) const DIRECT_TASK_ROWS: usize = 96;
-/// Most bytes of K and V in a block of a direct task: this block and the next one stay in a 1–2 MiB second-level cache.
-const DIRECT_BLOCK_BYTES: usize = 256 << 10;
 /// Direct tasks a thread below which heads are not put together.
 const TASKS_A_THREAD: usize = 4;
 /// Keys a block. Blocks and splits stand on absolute multiples of it, so that a row's sums do not depend on its tile.
@@ -257,9 +255,8 @@ impl Plan {
             return 1;
         }
         let h = self.problem.heads;
-        let block = self.problem.kv_dtype.bytes_of(KEY_BLOCK * h.kv_width());
         let rows = (len.seqlen_q * h.group_size()).max(1);
-        let most = (DIRECT_BLOCK_BYTES / block).min(DIRECT_TASK_ROWS / rows).clamp(1, h.num_kv_heads);
+        let most = (DIRECT_TASK_ROWS / rows).clamp(1, h.num_kv_heads);
         let tasks = (TASKS_A_THREAD * self.machine.threads()).div_ceil(splits).clamp(1, h.num_kv_heads);
         h.num_kv_heads.div_ceil(tasks).clamp(1, most)
     }

@@ -44,6 +44,25 @@ fn scores_below_a_large_negative_constant_lose_their_weight() {
 }
 
 #[test]
+fn splits_of_scores_below_a_large_negative_constant_lose_their_weight() {
+    // [C01, split] the one key that counts stands in the first, a middle or the last of three splits; the others' weight is exp(-600).
+    for best in [0, 300, 699] {
+        let c = Case::new(HeadShape::new(1, 1, 2), Mask::CAUSAL, &[(1, 700)]).scale(1.0);
+        let mut data = Data { q: vec![300.0, 0.0], k: [-302.0, 0.0].repeat(700), v: [5.0, 5.0].repeat(700) };
+        data.k[2 * best] = -300.0;
+        data.v[2 * best..][..2].fill(1.0);
+        for c in layouts(&c) {
+            for m in machines() {
+                assert_eq!(c.plan(&m).splits_for(c.seqs[0]), 3);
+                let r = run_case(&c, &data, &m, f32::NAN);
+                assert_eq!(r.out, [1.0, 1.0], "{m}: {c:?}");
+                close(r.lse[0], -90000.0, 0.01, "lse");
+            }
+        }
+    }
+}
+
+#[test]
 fn one_huge_key_gives_nan_instead_of_its_value() {
     // [C01, second run]
     let c = Case::new(HeadShape::new(1, 1, 64), Mask::CAUSAL, &[(1, 1)]).dtypes(BF16.0, BF16.1);

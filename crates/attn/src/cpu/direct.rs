@@ -1,12 +1,12 @@
 //! The kernel for few rows: K rows dotted where they lie, V rows accumulated one by one; every byte of K and V is loaded once.
 //!
 //! Up to four rows share each load. bf16 rows are widened by a shift (even elements) and a mask (odd ones), so q and o are held
-//! in that order. A task works block by block and, inside a block, head by head; while it works on one block it asks for the next
-//! one of all its heads, a few rows at a time, in the order in which pages hold them: that keeps memory busy all along.
+//! in that order. A task works block by block and, inside a block, head by head; while it works on one head's block it asks for the
+//! next head's, a few lines at a time: that keeps memory busy all along.
 
 use std::ops::Range;
 
-use super::ahead::{Ahead, LINE_BYTES, columns, fill_offsets};
+use super::ahead::{Ahead, LINE_BYTES, NEAR, columns, fill_offsets};
 use super::element::{Elem, InPlace};
 use super::kv_scales::{ask, fill, scale_weights};
 use super::ordered::ordered_dots;
@@ -54,7 +54,7 @@ pub(crate) unsafe trait Rows<V: Vector>: Elem {
     /// Where element `i` of an output stands in its row.
     fn place(i: usize) -> usize;
     /// s = scale·q·k for R rows and the block's keys.
-    unsafe fn dots<const R: usize>(
+    unsafe fn dots<const R: usize, const N: usize>(
         t: &Task<'_>,
         w: &Scratch<'_>,
         h: Head<Self>,
@@ -91,7 +91,7 @@ unsafe impl<V: Vector, E: InPlace> Rows<V> for E {
         place::<V, E>(i)
     }
     #[inline(always)]
-    unsafe fn dots<const R: usize>(
+    unsafe fn dots<const R: usize, const N: usize>(
         t: &Task<'_>,
         w: &Scratch<'_>,
         h: Head<E>,
@@ -101,7 +101,7 @@ unsafe impl<V: Vector, E: InPlace> Rows<V> for E {
         // SAFETY: forwarded.
         unsafe {
             if t.call.plan.problem.batch_invariant {
-                ordered_dots::<V, E, R>(t, w, h, ahead, cols);
+                ordered_dots::<V, E, R, N>(t, w, h, ahead, cols);
             } else if t.call.heads.head_dim_qk.is_multiple_of(2 * V::LANES) {
                 dot_block::<V, E, R, false>(t, w, h, ahead, cols);
             } else {
@@ -143,12 +143,16 @@ pub(crate) unsafe fn run<V: Vector, E: Rows<V>, const N: usize>(
         if let Some(base) = block {
             fill_offsets(t, base, w.k_off, w.v_off);
         }
+        let mut ahead = Ahead::idle();
         while let Some(base) = block {
             block = t.block_from(base + KEY_BLOCK);
             let next;
             (next_task, next) = t.after(block);
-            let mut ahead = Ahead::over(t, next, &mut w);
+            if let Some((next, base)) = &next {
+                fill_offsets(next, *base, w.k_next, w.v_next);
+            }
             for head in 0..t.unit.kv_heads {
+                ahead.after(t, (head, base), next.as_ref(), &w);
                 if let Some((next, base)) = next.filter(|(next, _)| head < next.unit.kv_heads) {
                     ask::<V>(&next.of_head(head), base);
                 }
@@ -276,7 +280,7 @@ unsafe fn rows_over_block<V: Vector, E: Rows<V>, const R: usize, const N: usize>
     // SAFETY: forwarded.
     unsafe {
         let cols = Columns { from: lo / V::LANES * V::LANES, to: hi.next_multiple_of(V::LANES), lo, hi };
-        E::dots::<R>(t, w, h, ahead, cols);
+        E::dots::<R, N>(t, w, h, ahead, cols);
         for r in 0..R {
             let at = h.row + r;
             let (s, sum, max) = (w.s.add(r * KEY_BLOCK), w.sum.add(at * V::LANES), &mut *w.max.add(at));
@@ -358,12 +362,12 @@ unsafe fn dot<V: Vector, E: InPlace, const R: usize, const TAIL: bool>(
         let mut acc = [[V::splat(0.0); DOT_KEYS]; R];
         let mut x = 0;
         while x + pair <= d {
-            ahead.ask::<V>(w, lines);
+            ahead.ask::<V, NEAR>(lines);
             dot_pair::<V, E, R, false>(&mut acc, q.add(x), w.q_stride, k, x, pair);
             x += pair;
         }
         if TAIL {
-            ahead.ask::<V>(w, lines);
+            ahead.ask::<V, NEAR>(lines);
             dot_pair::<V, E, R, true>(&mut acc, q.add(x), w.q_stride, k, x, d - x);
         }
         acc
@@ -454,7 +458,7 @@ unsafe fn value_columns<V: Vector, E: InPlace, const R: usize, const P: usize, c
         for key in lo..hi {
             let p = h.v.add(*w.v_off.get_unchecked(key) + x);
             if key % 2 == 0 {
-                ahead.ask::<V>(w, lines);
+                ahead.ask::<V, NEAR>(lines);
             }
             let mut b = [(V::splat(0.0), V::splat(0.0)); P];
             for i in 0..P {

@@ -10,7 +10,7 @@
 
 use suanpan_base::Seen;
 
-use super::ahead::{Ahead, columns, fill_offsets};
+use super::ahead::{Ahead, FAR, columns, fill_offsets};
 use super::element::Elem;
 use super::kv_scales::{fill, scale_weights};
 use super::pack::{pack_k, pack_v};
@@ -46,11 +46,15 @@ pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Op
         if let Some(base) = block {
             fill_offsets(t, base, w.k_off, w.v_off);
         }
+        let mut ahead = Ahead::idle();
         while let Some(base) = block {
             block = t.block_from(base + KEY_BLOCK);
             let next;
             (next_task, next) = t.after(block);
-            let mut ahead = Ahead::over(t, next, &mut w);
+            if let Some((next, base)) = &next {
+                fill_offsets(next, *base, w.k_next, w.v_next);
+            }
+            ahead.after(t, (0, base), next.as_ref(), &w);
             if look_up(t, &mut w, base) {
                 let scales = fill::<V>(t, &w, base);
                 counts.scales += scales.runs;
@@ -188,7 +192,7 @@ unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, ahead
             if span.from >= left + panel || span.to <= left {
                 continue;
             }
-            ahead.ask::<V>(w, lines);
+            ahead.ask::<V, FAR>(lines);
             // SAFETY: within the slot's parts.
             unsafe {
                 let q = w.q.add(tile * TILE_ROWS * d);
@@ -265,7 +269,7 @@ unsafe fn outputs<V: Vector, const N: usize>(
         let width = (columns - left).min(panel);
         for tile in 0..rows.div_ceil(TILE_ROWS) {
             let Some(span) = span(t, w, tile, base) else { continue };
-            ahead.ask::<V>(w, lines);
+            ahead.ask::<V, FAR>(lines);
             // SAFETY: within the slot's parts.
             unsafe {
                 if left == 0 {

@@ -32,9 +32,9 @@ pub(crate) struct Call<'a> {
     pub q: Src,
     q_strides: (usize, usize),
     pub k: Src,
-    k_strides: Strides,
+    pub k_strides: Strides,
     pub v: Src,
-    v_strides: Strides,
+    pub v_strides: Strides,
     pub scales: Scales,
     page_size: Option<usize>,
     page_table: &'a [u32],
@@ -288,15 +288,10 @@ impl<'a> Task<'a> {
         (self.call.k_strides.head, self.call.v_strides.head)
     }
 
-    /// Neighbouring keys whose rows, `wide` heads each, surely lie one after the other, from any multiple of it on.
-    pub fn run_of_rows(&self, wide: usize) -> usize {
-        let (c, h) = (self.call, self.call.heads);
-        let values_apart = !h.values_in_keys && c.v_strides.token != wide * h.head_dim_v;
-        if c.k_strides.token != wide * h.head_dim_qk || values_apart {
-            return 1;
-        }
-        // The largest power of two in the page size: blocks start at multiples of 128 keys.
-        c.page_size.map_or(KEY_BLOCK, |p| (p & p.wrapping_neg()).min(KEY_BLOCK))
+    /// Neighbouring keys that surely lie in one page, from any multiple of it on: the largest power of two in the page size. (Blocks start
+    /// at multiples of 128 keys.)
+    pub fn run_of_rows(&self) -> usize {
+        self.call.page_size.map_or(KEY_BLOCK, |p| (p & p.wrapping_neg()).min(KEY_BLOCK))
     }
 
     /// The parts of the slot.

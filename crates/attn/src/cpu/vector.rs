@@ -111,6 +111,38 @@ pub(crate) unsafe trait Vector: Copy + Widen {
     /// 2^self for `self <= 0` (or NaN, which stays NaN); exactly 1 at 0 and exactly 0 at -inf.
     #[inline(always)]
     unsafe fn exp2(self) -> Self {
+        // SAFETY: forwarded.
+        unsafe {
+            // The bound stands first so that a NaN on the right comes through.
+            let x = Self::splat(Self::EXP2_MIN).max(self);
+            let n = x.round();
+            Self::power(x.sub(n), n)
+        }
+    }
+
+    /// e^(self + rest) for `self <= 0` and a rest below one rounding of it: the factor from natural units to powers of two is not rounded.
+    #[inline(always)]
+    unsafe fn exp_of_sum(self, rest: Self) -> Self {
+        /// What log2(e) is beyond its nearest f32.
+        const LOG2_E_REST: f32 = 1.925_963e-8;
+        // SAFETY: forwarded.
+        unsafe {
+            let (to_log2, zero) = (Self::splat(std::f32::consts::LOG2_E), Self::splat(0.0));
+            let x = self.mul(to_log2);
+            let rounding = self.fma(to_log2, zero.sub(x));
+            let rest = rest.fma(to_log2, self.fma(Self::splat(LOG2_E_REST), rounding));
+            let lowest = Self::splat(Self::EXP2_MIN);
+            // Below the lowest exponent the result is 0 and the rest may be anything.
+            let rest = x.if_less(lowest, zero, rest);
+            let x = lowest.max(x);
+            let n = x.round();
+            Self::power(x.sub(n).add(rest), n)
+        }
+    }
+
+    /// 2^(r + n) for `r` on [-1/2, 1/2] and integral `n`.
+    #[inline(always)]
+    unsafe fn power(r: Self, n: Self) -> Self {
         // 2^r on [-1/2, 1/2], relative error 1.6e-8 in exact arithmetic (least maximum error by Lawson's iteration).
         const C: [f32; 6] = [
             std::f32::consts::LN_2,
@@ -122,10 +154,6 @@ pub(crate) unsafe trait Vector: Copy + Widen {
         ];
         // SAFETY: forwarded.
         unsafe {
-            // The bound stands first so that a NaN on the right comes through.
-            let x = Self::splat(Self::EXP2_MIN).max(self);
-            let n = x.round();
-            let r = x.sub(n);
             let mut p = r.fma(Self::splat(C[5]), Self::splat(C[4]));
             p = p.fma(r, Self::splat(C[3]));
             p = p.fma(r, Self::splat(C[2]));

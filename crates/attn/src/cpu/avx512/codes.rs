@@ -12,7 +12,7 @@ use std::arch::x86_64::*;
 use suanpan_base::DType;
 
 use super::{Zmm, low};
-use crate::cpu::ahead::Ahead;
+use crate::cpu::ahead::{Ahead, NEAR};
 use crate::cpu::direct::{self, Head, Kv, Rows};
 use crate::cpu::element::{Elem, Int4Pair};
 use crate::cpu::softmax::Columns;
@@ -112,7 +112,7 @@ macro_rules! rows_of_codes {
                 value_place(i, <$code>::PER_BYTE)
             }
             #[inline(always)]
-            unsafe fn dots<const R: usize>(
+            unsafe fn dots<const R: usize, const N: usize>(
                 t: &Task<'_>,
                 w: &Scratch<'_>,
                 h: Head<$code>,
@@ -277,7 +277,7 @@ unsafe fn dot_block<C: Code, const R: usize, const D: usize>(
                 Zmm::transpose(&mut block);
                 // In pairs: bytes past a row are zeros of q.
                 for lane in (0..n.div_ceil(4)).step_by(2) {
-                    ahead.ask::<Zmm>(w, 2);
+                    ahead.ask::<Zmm, NEAR>(2);
                     multiply::<C, R, D>(&mut acc, _mm512_castps_si512(block[lane].0), &q, 0);
                     multiply::<C, R, D>(&mut acc, _mm512_castps_si512(block[lane + 1].0), &q, 1);
                     for r in 0..R {
@@ -375,7 +375,7 @@ unsafe fn add_values<C: Code, const R: usize, const D: usize>(
                 let mut acc = [[[_mm512_setzero_si512(); D]; 2]; R];
                 let v: *const __m512i = w.v.cast();
                 for g in (groups.0..groups.1).step_by(2) {
-                    ahead.ask::<Zmm>(w, 4 / C::PER_BYTE);
+                    ahead.ask::<Zmm, NEAR>(4 / C::PER_BYTE);
                     for g in [g, g + 1] {
                         let (a, b) = if C::PER_BYTE == 1 {
                             let v = v.add(2 * pair * GROUPS + g);

@@ -1,7 +1,5 @@
 //! Softcap, bias, ALiBi and dropout in the backward: weights from plain scores, and the slope of what bent them.
 
-use std::f32::consts::LOG2_E;
-
 use super::task::{Scratch, Task, Visit, Work};
 use crate::cpu::scores::{bias_at, distances};
 use crate::cpu::softmax::Columns;
@@ -30,16 +28,20 @@ impl<V: Vector> Sum<V> {
         }
     }
 
-    /// The sum, rounded once; one that is not finite has no rest.
+    /// e to the sum, at most 1; NaN comes through. A sum that is not finite has no rest.
     ///
     /// # Safety
     /// As `Vector`.
     #[inline(always)]
-    unsafe fn total(self) -> V {
+    unsafe fn exp(self) -> V {
         // SAFETY: forwarded.
         unsafe {
+            let zero = V::splat(0.0);
             let finite = self.rounded.sub(self.rounded);
-            finite.if_less(V::splat(1.0), self.rounded.add(self.rest), self.rounded)
+            let rest = finite.if_less(V::splat(1.0), self.rest, zero);
+            let sum = self.rounded.add(rest);
+            let rest = sum.if_less(zero, rest.sub(sum.sub(self.rounded)), zero);
+            zero.min(sum).exp_of_sum(rest)
         }
     }
 }
@@ -98,7 +100,7 @@ pub(crate) unsafe fn bend_row<V: Vector>(
             sum.add(lse);
             let (lo, hi) = (cols.lo.saturating_sub(col), cols.hi.saturating_sub(col));
             // As for plain scores: a weight is at most 1, and NaN comes through.
-            let weight = zero.min(sum.total()).mul(V::splat(LOG2_E)).exp2();
+            let weight = sum.exp();
             weight.select(lo, hi, zero).store(p.add(col));
             weight.mul(bend).select(lo, hi, zero).store(ds.add(col));
             col += V::LANES;
