@@ -23,7 +23,7 @@ mod tiers;
 
 pub use door::Door;
 pub use handle::{EngineHandle, HandleOptions, Shutdown, SubmitError};
-pub use options::{DEFAULT_MAX_MODEL_LEN, EngineOptions, KvSizing};
+pub use options::{DEFAULT_MAX_MODEL_LEN, EngineOptions, KvSizing, WindowSizing};
 pub use params::SamplingParams;
 pub use request::{Event, FinishReason, Request, RequestBooks, RequestError, RequestKey, StopReason};
 pub use runner::StepModel;

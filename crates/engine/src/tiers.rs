@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use suanpan_cache::LayerShape;
+use suanpan_cache::{Group, LayerShape};
 use suanpan_cache::tier::{
     Choice, DiskStore, Fetch, Hasher, Layout, Pace, PageName, Store, Tier, TierBooks, TierOptions,
 };
@@ -70,6 +70,7 @@ fn probe(
         seqs: vec![StepSeq { cached_len: 0, extend_len: tokens, logits: LogitRows::None }],
         page_table: (0..pages as u32).collect(),
         page_table_stride: pages,
+        ..StepBatch::default()
     };
     // The first run brings weights and code into memory; the second is what a step takes.
     runner.step(&batch)?;
@@ -78,7 +79,7 @@ fn probe(
     let seconds = start.elapsed().as_secs_f64() / tokens as f64;
     let mut digest = Hasher::new();
     for page in 0..(tokens / page_size).max(1) as u32 {
-        digest.update(runner.page(page));
+        digest.update(runner.page(Group::Full, page));
     }
     Ok((*digest.finalize().as_bytes(), seconds))
 }
@@ -187,7 +188,7 @@ impl Tiers {
                     }
                     let spec = &held.spec;
                     scheduler.restore(spec, held.have, &fetched.pages, |page, bytes| {
-                        runner.page_mut(page).copy_from_slice(bytes);
+                        runner.page_mut(Group::Full, page).copy_from_slice(bytes);
                     });
                 }
                 // At least so slow: the next decision knows.
@@ -216,7 +217,7 @@ impl Tiers {
         };
         let names: Vec<PageName> = self.tier.layout().names(namespace, &tokens[..progress.computed_tokens]);
         for (name, &page) in names.iter().zip(ids) {
-            self.tier.store(name, runner.page(page));
+            self.tier.store(name, runner.page(Group::Full, page));
         }
     }
 

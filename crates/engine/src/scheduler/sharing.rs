@@ -45,7 +45,9 @@ impl Scheduler {
         while next < self.waiting.len() && self.running.len() < self.opts.max_num_seqs {
             let seq = &self.waiting[next];
             // Each fork soon wants a page: for its copy of the last one, or behind it.
-            let fits = self.growing() < self.pool.books().available_pages();
+            let room = self.pool.books().available_pages();
+            let room = self.window_books().map_or(room, |window| room.min(window.available_pages()));
+            let fits = self.growing() < room;
             if seq.fork_of != Some(key) || seq.preemptions > 0 || !fits {
                 next += 1;
                 continue;
@@ -61,6 +63,7 @@ impl Scheduler {
         let Some(at) = self.running_at(origin) else { return };
         let prompt_len = seq.prompt_len;
         seq.pages = self.running[at].pages.fork(prompt_len);
+        seq.window = self.running[at].window.as_ref().map(|table| table.fork(prompt_len));
         seq.computed = prompt_len;
         seq.prompt_done = true;
         seq.hit_tokens = prompt_len;
@@ -135,7 +138,8 @@ impl Scheduler {
                 .zip(&seq.tokens[..usable])
                 .take_while(|(a, b)| a == b)
                 .count();
-            let gain = (same / page_size * page_size).saturating_sub(hit_tokens);
+            let kept = self.window_will_be_kept(s.prompt_len, same);
+            let gain = if kept { (same / page_size * page_size).saturating_sub(hit_tokens) } else { 0 };
             2 * gain >= seq.tokens.len() - hit_tokens
         })
     }

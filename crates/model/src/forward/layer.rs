@@ -2,7 +2,7 @@
 
 use suanpan_attn::{self as attn, Args, Extras, KvScales, Plan, Strides, Workspace};
 use suanpan_base::{Buf, BufMut};
-use suanpan_cache::KvStorage;
+use suanpan_cache::{Group, KvStorage};
 use suanpan_ledger::AttnBooks;
 use suanpan_ops::{self as ops, LinearInput, LinearOut, LinearWorkspace, RopeTable};
 
@@ -21,6 +21,7 @@ pub(super) struct Ctx<'a> {
     pub batch: &'a StepBatch,
     pub positions: &'a [u32],
     pub slots: &'a [u64],
+    pub window_slots: &'a [u64],
     /// One table for each of the model's `ropes`.
     pub ropes: &'a [RopeTable],
     pub input: &'a mut LinearInput,
@@ -84,7 +85,11 @@ impl Ctx<'_> {
             self.rotate(&self.ropes[rope], q, k);
             self.watch.mark(Op::Rope);
         }
-        let written = kv.write(index, self.slots, k, v);
+        let (slots, page_table) = match kv.group(index) {
+            Group::Full => (self.slots, &self.batch.page_table),
+            Group::Window => (self.window_slots, &self.batch.window_table),
+        };
+        let written = kv.write(index, slots, k, v);
         for (books, seq) in books.iter_mut().zip(&self.batch.seqs) {
             books.kv_write_bytes += written / rows as u64 * seq.extend_len as u64;
         }
@@ -105,7 +110,7 @@ impl Ctx<'_> {
             k_strides: strides(kv.k_strides(index)),
             v: kv.v(index),
             v_strides: strides(kv.v_strides(index)),
-            page_table: &self.batch.page_table,
+            page_table,
             page_table_stride: self.batch.page_table_stride,
             out: BufMut::F32(&mut o[..rows * o_cols]),
             out_strides: (o_cols, heads.head_dim_v),
