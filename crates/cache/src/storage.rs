@@ -132,7 +132,8 @@ impl KvStorage {
             placed.push(Layer { shape, group, offset: bytes_per_page(&of(group, &layers[..i]), page_size)? });
         }
         let full = Pages::new(&of(Group::Full, layers), num_pages, page_size)?;
-        let window = window_pages.map(|n| Pages::new(&of(Group::Window, layers), n, page_size)).transpose()?;
+        let window =
+            window_pages.map(|n| Pages::new(&of(Group::Window, layers), n, page_size)).transpose()?;
         let bytes = full.map.len() + window.as_ref().map_or(0, |w| w.map.len());
         refuse_above(bytes, HostMemory::detect().limit_bytes)?;
         Ok(KvStorage { layers: placed, full, window, page_size })
@@ -298,7 +299,11 @@ impl KvStorage {
     fn strides(&self, layer: usize, side: Side) -> (usize, usize, usize) {
         let shape = &self.layers[layer].shape;
         let elements = |bytes: usize| bytes * 8 / shape.dtype.bits();
-        (width(shape.heads, side), elements(shape.head_bytes(self.page_size)), elements(self.pages_of(layer).bytes_per_page))
+        (
+            width(shape.heads, side),
+            elements(shape.head_bytes(self.page_size)),
+            elements(self.pages_of(layer).bytes_per_page),
+        )
     }
 
     fn view(&self, layer: usize, side: Side) -> Buf<'_> {

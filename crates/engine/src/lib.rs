@@ -30,4 +30,5 @@ pub use runner::StepModel;
 pub use stats::{EngineStats, Totals};
 pub use step::Engine;
 pub use stream::{Stream, TimedOut};
-pub use tiers::DiskOptions;
+pub use suanpan_cache::tier::folder_secret;
+pub use tiers::LowerTiers;

@@ -288,8 +288,7 @@ impl EngineOptions {
             (Some(0), None) => Err(BadArgument::new(OP, "num_gpu_blocks_override", 0, "at least 1 page")),
             (Some(pages), None) => Ok((pages, "pages as asked".into())),
             (None, Some(bytes)) if bytes < reserved.saturating_add(page_bytes) => {
-                let supported =
-                    format!("at least one page = {} bytes", reserved.saturating_add(page_bytes));
+                let supported = format!("at least one page = {} bytes", reserved.saturating_add(page_bytes));
                 Err(BadArgument::new(OP, "kv_cache_memory_bytes", bytes, supported))
             }
             (None, Some(bytes)) => {
@@ -343,7 +342,7 @@ mod tests {
     const MEMORY: HostMemory = HostMemory { limit_bytes: Some(16 << 30), available_bytes: None };
 
     fn size(change: impl Fn(&mut EngineOptions)) -> Result<KvSizing, BadArgument> {
-        let mut opts = EngineOptions::default();
+        let mut opts = EngineOptions { window_groups: false, ..EngineOptions::default() };
         change(&mut opts);
         opts.size_kv(&recall::config(), MEMORY)
     }
@@ -363,9 +362,9 @@ mod tests {
             (DEFAULT_MAX_MODEL_LEN, 4 * DEFAULT_MAX_MODEL_LEN)
         );
         assert!(sizing.to_string().contains("4.0 requests of max_model_len = 131072"), "{sizing}");
-        let small = EngineOptions::default()
-            .size_kv(&recall::config(), HostMemory { limit_bytes: Some(256 << 20), available_bytes: None })
-            .unwrap();
+        let few = HostMemory { limit_bytes: Some(256 << 20), available_bytes: None };
+        let plain = EngineOptions { window_groups: false, ..EngineOptions::default() };
+        let small = plain.size_kv(&recall::config(), few).unwrap();
         assert!(small.bytes() <= 64 << 20);
         assert_eq!(small.max_model_len, small.tokens().min(DEFAULT_MAX_MODEL_LEN));
     }

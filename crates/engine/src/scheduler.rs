@@ -369,7 +369,8 @@ impl Scheduler {
         };
         bounded(self.pool.books(), self.running.iter().map(|s| s.pages.ids().len()).sum())?;
         self.window.as_ref().map_or(Ok(()), |group| {
-            let held = self.running.iter().flat_map(|s| &s.window).map(|table| table.held_ids().count()).sum();
+            let held =
+                self.running.iter().flat_map(|s| &s.window).map(|table| table.held_ids().count()).sum();
             bounded(group.pool.books(), held)
         })
     }

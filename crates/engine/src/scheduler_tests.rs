@@ -175,7 +175,10 @@ impl Sim {
                 assert_eq!(held, digest, "{chunk:?}: stale window slot {position}");
             }
             for position in chunk.cached_len..chunk.cached_len + chunk.extend_len {
-                assert!(!table.is_borrowed(position / group.pool.page_size()), "{chunk:?} writes a borrowed page");
+                assert!(
+                    !table.is_borrowed(position / group.pool.page_size()),
+                    "{chunk:?} writes a borrowed page"
+                );
                 self.window_slots[table.slot(position) as usize] = digests[position];
             }
         }

@@ -24,7 +24,7 @@ use crate::runner::{MAX_LOGIT_ROWS, Resident, StepModel};
 use crate::sample::{LogitFault, Scratch};
 use crate::scheduler::{Chunk, Closed, Schedule, Scheduler, SeqSpec, WindowGroup};
 use crate::stats::{EngineStats, Totals};
-use crate::tiers::{DiskOptions, Tiers};
+use crate::tiers::{LowerTiers, Tiers};
 
 /// Why a whole step failed.
 #[derive(Debug, thiserror::Error)]
@@ -110,8 +110,8 @@ impl Engine {
         })
     }
 
-    /// Keeps pages below the pool, in a folder that survives the process. To be called before the first request.
-    pub fn with_disk(mut self, options: &DiskOptions) -> Result<Engine, ModelError> {
+    /// Keeps pages below the pool, in host memory or in a folder that survives the process. To be called before the first request.
+    pub fn with_lower_tiers(mut self, options: &LowerTiers) -> Result<Engine, ModelError> {
         if self.sizing.window.is_some() {
             let supported = "false: pages on disk hold all layers of their tokens";
             return Err(BadArgument::new("engine", "window_groups", true, supported).into());
@@ -119,7 +119,12 @@ impl Engine {
         let room = self.sizing.tokens().min(self.max_step_tokens);
         let sizes = (self.door.vocab_size, self.sizing.page_size, room);
         let tiers = Tiers::open(self.runner.as_mut(), &self.layers, sizes, options)?;
-        self.report += &format!("; disk: {} pages in {}", tiers.books().objects, options.folder.display());
+        if let Some(folder) = &options.folder {
+            self.report += &format!("; disk: {} pages in {}", tiers.books().objects, folder.display());
+        }
+        if options.host_bytes > 0 {
+            self.report += &format!("; host memory: {} MiB", options.host_bytes >> 20);
+        }
         self.tiers = Some(tiers);
         Ok(self)
     }

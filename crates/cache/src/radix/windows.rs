@@ -298,8 +298,15 @@ impl PrefixCache {
         if !self.enabled {
             return;
         }
-        for &end in ends.iter().filter(|&&end| end > 0 && end <= tokens.len()) {
+        // The token before each end as well: the same prompt again is found up to its last token, which may lie in another page.
+        let ends = ends.iter().filter(|&&end| end <= tokens.len());
+        for (end, shared) in ends.flat_map(|&end| {
             let shared = end < tokens.len();
+            [(end.saturating_sub(1), false), (end, shared)]
+        }) {
+            if end == 0 {
+                continue;
+            }
             if let Some((node, at)) = self.place_of(namespace, &tokens[..end]) {
                 self.pass_over(node, at);
                 self.insert_unit((node, at), end, table, (priority, shared));

@@ -49,10 +49,11 @@ impl Scheduler {
             }
         }
         let page_size = self.pool.page_size();
-        if !self.fits(seq, &hit) || self.better_after_a_neighbour(seq, hit.tokens(page_size)) {
+        if !self.fits(seq, &hit) || self.better_after_a_neighbour(at, hit.tokens(page_size)) {
             self.waiting[at].blocked_at = Some(self.supply);
             return false;
         }
+        let seq = &self.waiting[at];
         let protected = seq.preemptions >= self.opts.max_preemptions;
         let reserve = if protected { seq.most_tokens() } else { seq.tokens.len() };
         let missing = reserve.div_ceil(page_size) - hit.pages.len();

@@ -122,7 +122,8 @@ impl Scheduler {
     /// Whether somebody else's prompt under way will soon give most of what `seq` would have to compute itself: the one it is to
     /// be forked from, or one that begins alike. Waiting for it is bounded: that prompt has its pages or comes first, and a
     /// request that was overtaken often enough does not wait for strangers.
-    pub(super) fn better_after_a_neighbour(&self, seq: &Seq, hit_tokens: usize) -> bool {
+    pub(super) fn better_after_a_neighbour(&mut self, at: usize, hit_tokens: usize) -> bool {
+        let seq = &self.waiting[at];
         if seq.preemptions == 0 && seq.fork_of.and_then(|key| self.find(key)).is_some_and(|s| !s.prompt_done)
         {
             return true;
@@ -132,15 +133,23 @@ impl Scheduler {
         }
         let page_size = self.pool.page_size();
         let usable = seq.tokens.len() - 1;
-        self.running.iter().filter(|s| !s.published && s.namespace == seq.namespace).any(|s| {
+        let neighbours = self.running.iter().enumerate().filter(|(_, s)| !s.published);
+        let found = neighbours.filter(|(_, s)| s.namespace == seq.namespace).find_map(|(i, s)| {
             let same = s.tokens[..s.prompt_len]
                 .iter()
                 .zip(&seq.tokens[..usable])
                 .take_while(|(a, b)| a == b)
                 .count();
-            let kept = self.window_will_be_kept(s.prompt_len, same);
-            let gain = if kept { (same / page_size * page_size).saturating_sub(hit_tokens) } else { 0 };
-            2 * gain >= seq.tokens.len() - hit_tokens
-        })
+            let place = self.window_will_be_kept(s, same, page_size)?;
+            let gain = place.saturating_sub(hit_tokens);
+            (2 * gain >= seq.tokens.len() - hit_tokens).then_some((i, place))
+        });
+        let Some((i, place)) = found else { return false };
+        let neighbour = &mut self.running[i];
+        if self.window.is_some() && place + 1 < neighbour.prompt_len && neighbour.branch.is_none() {
+            // Its window there has to be kept for the one that waits.
+            neighbour.branch = Some(place);
+        }
+        true
     }
 }

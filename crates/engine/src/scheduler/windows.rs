@@ -124,21 +124,24 @@ impl Scheduler {
         let seq = &mut self.running[at];
         let Some(table) = &seq.window else { return };
         let ends: Vec<usize> = seq.branch.take().into_iter().chain([tokens]).collect();
-        self.prefix.insert_windows(
-            seq.namespace,
-            &seq.tokens[..tokens],
-            &ends,
-            table,
-            seq.cache_priority,
-        );
+        self.prefix.insert_windows(seq.namespace, &seq.tokens[..tokens], &ends, table, seq.cache_priority);
         if let Some(table) = &mut seq.window {
             table.forget_kept();
         }
     }
 
-    /// Whether the window in front of token `same` of a prompt under way, up to which another prompt is alike, will be found when it
-    /// is complete: its end is kept, and so is all of it where it is no longer than a window.
-    pub(super) fn window_will_be_kept(&self, prompt_len: usize, same: usize) -> bool {
-        self.window.as_ref().is_none_or(|group| prompt_len <= group.window || same + 1 >= prompt_len)
+    /// Tokens, in whole pages, of a prompt under way that another one, alike in `same` of them, will find when it is complete. Of layers
+    /// with a window that takes the window there: at its end, anywhere in a prompt no longer than a window, or at one place that it
+    /// was asked to keep or has not passed yet.
+    pub(super) fn window_will_be_kept(&self, seq: &Seq, same: usize, page_size: usize) -> Option<usize> {
+        let whole = same / page_size * page_size;
+        let Some(group) = &self.window else { return Some(whole) };
+        if seq.prompt_len <= group.window || same + 1 >= seq.prompt_len {
+            return Some(whole);
+        }
+        match seq.branch {
+            Some(place) => (place <= same).then_some(place),
+            None => (seq.computed <= whole && !self.is_protected(seq)).then_some(whole),
+        }
     }
 }

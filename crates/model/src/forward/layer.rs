@@ -85,6 +85,14 @@ impl Ctx<'_> {
             self.rotate(&self.ropes[rope], q, k);
             self.watch.mark(Op::Rope);
         }
+        // Codes have one scale a row: a column that stands out would take their few digits from all others. Rotated, no column does,
+        // and products of rotated rows are what they were.
+        let rotated = kv.layer(index).dtype.is_code();
+        if rotated {
+            ops::hadamard(q, heads.head_dim_qk);
+            ops::hadamard(k, heads.head_dim_qk);
+            ops::hadamard(v, heads.head_dim_v);
+        }
         let (slots, page_table) = match kv.group(index) {
             Group::Full => (self.slots, &self.batch.page_table),
             Group::Window => (self.window_slots, &self.batch.window_table),
@@ -118,6 +126,10 @@ impl Ctx<'_> {
             max_scores: None,
         };
         attn::run(plan, args, self.attn, books)?;
+        if rotated {
+            // Sums of rotated values, turned back.
+            ops::hadamard(&mut o[..rows * o_cols], heads.head_dim_v);
+        }
         self.watch.mark(Op::Attn);
         Ok(())
     }
