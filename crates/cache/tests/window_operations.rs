@@ -209,8 +209,10 @@ impl World {
     fn finish(mut self) {
         self.running.clear();
         self.cache.evict_windows(usize::MAX);
-        assert_eq!(self.cache.num_windows(), 0);
+        // A window of one token needs no page where a page begins; such units go with the tokens they end in.
+        assert!(self.window == 1 || self.cache.num_windows() == 0);
         self.cache.evict(usize::MAX);
+        assert_eq!(self.cache.num_windows(), 0);
         for pool in &self.pools {
             assert_eq!(pool.num_free(), pool.num_pages());
             pool.check_holders([]).unwrap();

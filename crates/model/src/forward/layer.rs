@@ -57,34 +57,13 @@ impl Ctx<'_> {
         kv: &mut KvStorage,
         books: &mut [AttnBooks],
     ) -> Result<(), ModelError> {
-        let (config, rows) = (self.config, self.batch.tokens.len());
-        let heads = config.heads;
-        let (q_cols, k_cols) =
-            (heads.num_q_heads * heads.head_dim_qk, heads.num_kv_heads * heads.head_dim_qk);
-        let v_cols = heads.num_kv_heads * heads.head_dim_v;
-        self.norm(&weights.attn_norm, rows, views);
-        self.watch.mark(Op::Norm);
+        self.queries_keys_values(index, weights, views);
+        let (heads, rows) = (self.config.heads, self.batch.tokens.len());
+        let q_cols = heads.num_q_heads * heads.head_dim_qk;
         let AttnViews { q, k, v, out: o } = views.attn();
-        let (q, k, v) = (&mut q[..rows * q_cols], &mut k[..rows * k_cols], &mut v[..rows * v_cols]);
-        let mut jobs = [
-            (weights.q.weight.weight(), out(q, q_cols)),
-            (weights.k.weight.weight(), out(k, k_cols)),
-            (weights.v.weight.weight(), out(v, v_cols)),
-        ];
-        ops::linear(&mut jobs, self.input, self.linear);
-        add_bias(&weights.q, q);
-        add_bias(&weights.k, k);
-        add_bias(&weights.v, v);
-        self.watch.mark(Op::Qkv);
-        if let Some([q_norm, k_norm]) = &weights.qk_norms {
-            ops::rms_norm_in_place(q, q_norm, config.rms_norm_eps);
-            ops::rms_norm_in_place(k, k_norm, config.rms_norm_eps);
-            self.watch.mark(Op::Norm);
-        }
-        if let Some(rope) = config.layers[index].rope {
-            self.rotate(&self.ropes[rope], q, k);
-            self.watch.mark(Op::Rope);
-        }
+        let q = &mut q[..rows * q_cols];
+        let k = &mut k[..rows * heads.num_kv_heads * heads.head_dim_qk];
+        let v = &mut v[..rows * heads.num_kv_heads * heads.head_dim_v];
         // Codes have one scale a row: a column that stands out would take their few digits from all others. Rotated, no column does,
         // and products of rotated rows are what they were.
         let rotated = kv.layer(index).dtype.is_code();
@@ -132,6 +111,38 @@ impl Ctx<'_> {
         }
         self.watch.mark(Op::Attn);
         Ok(())
+    }
+
+    /// Queries, keys and values of layer `index`, biased, normalised and turned to their positions.
+    fn queries_keys_values(&mut self, index: usize, weights: &LayerWeights, views: &mut Views<'_>) {
+        let (config, rows) = (self.config, self.batch.tokens.len());
+        let heads = config.heads;
+        let (q_cols, k_cols) =
+            (heads.num_q_heads * heads.head_dim_qk, heads.num_kv_heads * heads.head_dim_qk);
+        let v_cols = heads.num_kv_heads * heads.head_dim_v;
+        self.norm(&weights.attn_norm, rows, views);
+        self.watch.mark(Op::Norm);
+        let AttnViews { q, k, v, .. } = views.attn();
+        let (q, k, v) = (&mut q[..rows * q_cols], &mut k[..rows * k_cols], &mut v[..rows * v_cols]);
+        let mut jobs = [
+            (weights.q.weight.weight(), out(q, q_cols)),
+            (weights.k.weight.weight(), out(k, k_cols)),
+            (weights.v.weight.weight(), out(v, v_cols)),
+        ];
+        ops::linear(&mut jobs, self.input, self.linear);
+        add_bias(&weights.q, q);
+        add_bias(&weights.k, k);
+        add_bias(&weights.v, v);
+        self.watch.mark(Op::Qkv);
+        if let Some([q_norm, k_norm]) = &weights.qk_norms {
+            ops::rms_norm_in_place(q, q_norm, config.rms_norm_eps);
+            ops::rms_norm_in_place(k, k_norm, config.rms_norm_eps);
+            self.watch.mark(Op::Norm);
+        }
+        if let Some(rope) = config.layers[index].rope {
+            self.rotate(&self.ropes[rope], q, k);
+            self.watch.mark(Op::Rope);
+        }
     }
 
     /// Takes the normalised first `rows` rows of `x` as the input of the next products.
