@@ -328,9 +328,12 @@ fn layer_error(base: &Lane, lane: &Lane, layer: usize, tokens: usize) -> LayerEr
     let heads = base.kv.layer(layer).heads;
     let one = |a: Rows<'_>, b: Rows<'_>, width: usize| {
         let (mut lost, mut all) = (0.0, 0.0);
+        let (mut x, mut y) = (vec![0.0; width], vec![0.0; width]);
         for (token, head) in (0..tokens).flat_map(|t| (0..heads.num_kv_heads).map(move |h| (t, h))) {
-            for dim in 0..width {
-                let (x, y) = (a.get(token, head, dim), b.get(token, head, dim));
+            a.read(token, head, &mut x);
+            b.read(token, head, &mut y);
+            for (&x, &y) in x.iter().zip(&y) {
+                let (x, y) = (f64::from(x), f64::from(y));
                 lost += (y - x) * (y - x);
                 all += x * x;
             }
@@ -351,6 +354,8 @@ struct Rows<'a> {
     scales: Buf<'a>,
     scale_strides: (usize, usize, usize),
     page_size: usize,
+    /// Rows were rotated before they were stored.
+    rotated: bool,
 }
 
 impl<'a> Rows<'a> {
@@ -361,6 +366,7 @@ impl<'a> Rows<'a> {
             scales: kv.k_scales(layer),
             scale_strides: kv.scale_strides(layer),
             page_size: kv.page_size(),
+            rotated: kv.layer(layer).dtype.is_code(),
         }
     }
 
@@ -373,11 +379,15 @@ impl<'a> Rows<'a> {
         }
     }
 
-    fn get(&self, token: usize, head: usize, dim: usize) -> f64 {
+    fn read(&self, token: usize, head: usize, row: &mut [f32]) {
         let (page, slot) = (token / self.page_size, token % self.page_size);
         let at = |s: (usize, usize, usize)| page * s.2 + head * s.1 + slot * s.0;
         let scale = if self.scales.is_empty() { 1.0 } else { self.scales.get(at(self.scale_strides)) };
-        f64::from(self.codes.get(at(self.strides) + dim)) * f64::from(scale)
+        let codes = at(self.strides);
+        row.iter_mut().enumerate().for_each(|(dim, x)| *x = self.codes.get(codes + dim) * scale);
+        if self.rotated {
+            suanpan_ops::hadamard(row, row.len());
+        }
     }
 }
 

@@ -1,6 +1,7 @@
-//! The bytes of the KV cache: one block of memory, cut into pages; a page holds the keys and values of all layers.
+//! The bytes of the KV cache: a block of memory for each group of layers, cut into pages; a page holds the keys and values of all layers
+//! of its group.
 //!
-//! Does not know who holds a page. A layer's part of a page is `[num_kv_heads]` runs of keys, then values, of one head:
+//! Does not know who holds a page. Layers that look back a window only may be a group with fewer pages of their own. A layer's part of a page is `[num_kv_heads]` runs of keys, then values, of one head:
 //! ```text
 //! page p:  | layer 0: head 0: K slot 0, 1, .. V slot 0, 1, .. | head 1: K .. V .. | .. | layer 1: .. | .. | page p + 1: ..
 //!                     '- page_size · dqk -' '- page_size · dv -'
@@ -56,21 +57,42 @@ impl LayerShape {
     }
 }
 
+/// Layers whose pages have one table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Group {
+    /// Layers that look back to the first token, or all layers.
+    Full,
+    /// Layers that look back a window, where they have pages of their own.
+    Window,
+}
+
+impl Group {
+    /// Both, in order.
+    pub const ALL: [Group; 2] = [Group::Full, Group::Window];
+}
+
 /// Where one layer lies in every page.
 struct Layer {
     shape: LayerShape,
+    group: Group,
     /// Bytes from the start of a page to this layer's keys.
     offset: usize,
 }
 
-/// Keys and values of all layers, `num_pages` pages.
-pub struct KvStorage {
-    layers: Vec<Layer>,
+/// The pages of a group.
+struct Pages {
     /// Zero pages of the operating system: resident only as touched.
     map: MmapMut,
     num_pages: usize,
-    page_size: usize,
     bytes_per_page: usize,
+}
+
+/// Keys and values of all layers.
+pub struct KvStorage {
+    layers: Vec<Layer>,
+    full: Pages,
+    window: Option<Pages>,
+    page_size: usize,
 }
 
 /// Keys or values.
@@ -84,33 +106,78 @@ impl KvStorage {
     /// Zeroed storage for `num_pages` pages of `page_size` tokens in each layer. Memory becomes resident as it is
     /// written. Refused before anything is allocated: zero sizes, sizes that overflow, more than the machine has.
     pub fn new(layers: &[LayerShape], num_pages: usize, page_size: usize) -> Result<KvStorage, BadArgument> {
-        for (field, n) in [("layers", layers.len()), ("num_pages", num_pages), ("page_size", page_size)] {
+        let groups: Vec<_> = layers.iter().map(|&shape| (shape, Group::Full)).collect();
+        KvStorage::grouped(&groups, num_pages, None, page_size)
+    }
+
+    /// The same with layers in groups: `num_pages` pages for those of `Group::Full`, of which there may be none, and `window_pages` for
+    /// those of `Group::Window`.
+    pub fn grouped(
+        layers: &[(LayerShape, Group)],
+        num_pages: usize,
+        window_pages: Option<usize>,
+        page_size: usize,
+    ) -> Result<KvStorage, BadArgument> {
+        let sizes = [("layers", layers.len()), ("num_pages", num_pages), ("page_size", page_size)];
+        for (field, n) in sizes.into_iter().chain(window_pages.map(|n| ("window_pages", n))) {
             if n == 0 {
                 return Err(BadArgument::new(OP, field, n, "at least 1"));
             }
         }
-        let mut placed = Vec::with_capacity(layers.len());
-        for (i, &shape) in layers.iter().enumerate() {
-            placed.push(Layer { shape, offset: bytes_per_page(&layers[..i], page_size)? });
+        if window_pages.is_none() && layers.iter().any(|(_, group)| *group == Group::Window) {
+            return Err(BadArgument::new(OP, "window_pages", "none", "pages for the layers with a window"));
         }
-        let bytes_per_page = bytes_per_page(layers, page_size)?;
-        let bytes = checked_product(OP, "num_pages * bytes_per_page", &[num_pages, bytes_per_page])?;
+        let of = |group, layers: &[(LayerShape, Group)]| -> Vec<LayerShape> {
+            layers.iter().filter(|(_, g)| *g == group).map(|(shape, _)| *shape).collect()
+        };
+        let mut placed = Vec::with_capacity(layers.len());
+        for (i, &(shape, group)) in layers.iter().enumerate() {
+            placed.push(Layer { shape, group, offset: bytes_per_page(&of(group, &layers[..i]), page_size)? });
+        }
+        let full = Pages::new(&of(Group::Full, layers), num_pages, page_size)?;
+        let window =
+            window_pages.map(|n| Pages::new(&of(Group::Window, layers), n, page_size)).transpose()?;
+        let bytes = full.map.len() + window.as_ref().map_or(0, |w| w.map.len());
         refuse_above(bytes, HostMemory::detect().limit_bytes)?;
-        let map = MmapMut::map_anon(bytes).map_err(|error| {
-            BadArgument::new(OP, "bytes", format!("{bytes} (refused: {error})"), available())
-        })?;
-        ask_for_large_pages(&map);
-        Ok(KvStorage { layers: placed, map, num_pages, page_size, bytes_per_page })
+        Ok(KvStorage { layers: placed, full, window, page_size })
     }
 
     /// Bytes of all pages of all layers, touched or not.
     pub fn bytes(&self) -> usize {
-        self.map.len()
+        self.full.map.len() + self.window.as_ref().map_or(0, |w| w.map.len())
     }
 
-    /// Bytes of one page over all layers.
+    /// Bytes of one page over all layers of `Group::Full`.
     pub fn bytes_per_page(&self) -> usize {
-        self.bytes_per_page
+        self.full.bytes_per_page
+    }
+
+    /// The group whose pages hold `layer`.
+    pub fn group(&self, layer: usize) -> Group {
+        self.layers[layer].group
+    }
+
+    /// Pages of the layers with a window, where they have their own.
+    pub fn window_pages(&self) -> Option<usize> {
+        self.window.as_ref().map(|w| w.num_pages)
+    }
+
+    fn pages(&self, group: Group) -> &Pages {
+        match (group, &self.window) {
+            (Group::Window, Some(window)) => window,
+            _ => &self.full,
+        }
+    }
+
+    fn pages_mut(&mut self, group: Group) -> &mut Pages {
+        match (group, &mut self.window) {
+            (Group::Window, Some(window)) => window,
+            _ => &mut self.full,
+        }
+    }
+
+    fn pages_of(&self, layer: usize) -> &Pages {
+        self.pages(self.layers[layer].group)
     }
 
     /// Number of layers.
@@ -118,9 +185,9 @@ impl KvStorage {
         self.layers.len()
     }
 
-    /// Number of pages.
+    /// Number of pages of `Group::Full`.
     pub fn num_pages(&self) -> usize {
-        self.num_pages
+        self.full.num_pages
     }
 
     /// Tokens of a page.
@@ -167,7 +234,7 @@ impl KvStorage {
     pub fn scale_strides(&self, layer: usize) -> (usize, usize, usize) {
         let shape = &self.layers[layer].shape;
         let size = shape.scale_bytes().max(1);
-        (1, shape.head_bytes(self.page_size) / size, self.bytes_per_page / size)
+        (1, shape.head_bytes(self.page_size) / size, self.pages_of(layer).bytes_per_page / size)
     }
 
     fn scales(&self, layer: usize, side: Side) -> Buf<'_> {
@@ -175,24 +242,27 @@ impl KvStorage {
         if shape.scale_bytes() == 0 || width(shape.heads, side) == 0 {
             return Buf::F32(&[]);
         }
-        Buf::Bf16(bytemuck::cast_slice(&self.map[self.scale_offset(layer, side)..]))
+        let bytes = &self.pages_of(layer).map[self.scale_offset(layer, side)..];
+        Buf::Bf16(bytemuck::cast_slice(bytes))
     }
 
     /// Bytes from the start of a page to the first scale of a side.
     fn scale_offset(&self, layer: usize, side: Side) -> usize {
-        let Layer { shape, offset } = &self.layers[layer];
+        let Layer { shape, offset, .. } = &self.layers[layer];
         let keys = offset + shape.head_codes(self.page_size);
         if side == Side::K { keys } else { keys + self.page_size * shape.scale_bytes() }
     }
 
-    /// The bytes of a page, all layers. Panics on an id past the storage.
-    pub fn page(&self, page: u32) -> &[u8] {
-        &self.map[page as usize * self.bytes_per_page..][..self.bytes_per_page]
+    /// The bytes of a page of a group, all its layers. Panics on an id past the storage.
+    pub fn page(&self, group: Group, page: u32) -> &[u8] {
+        let pages = self.pages(group);
+        &pages.map[page as usize * pages.bytes_per_page..][..pages.bytes_per_page]
     }
 
     /// The same, to be filled with the bytes of a page of the same layout.
-    pub fn page_mut(&mut self, page: u32) -> &mut [u8] {
-        &mut self.map[page as usize * self.bytes_per_page..][..self.bytes_per_page]
+    pub fn page_mut(&mut self, group: Group, page: u32) -> &mut [u8] {
+        let pages = self.pages_mut(group);
+        &mut pages.map[page as usize * pages.bytes_per_page..][..pages.bytes_per_page]
     }
 
     /// Stores new keys `[T, num_kv_heads, head_dim_qk]` and values `[T, num_kv_heads, head_dim_v]` (none where they lie in keys), token `t` at
@@ -200,7 +270,7 @@ impl KvStorage {
     /// written. Panics, before it writes anything, on lengths that disagree or a slot past the storage: both are faults
     /// of the caller that would otherwise land in another request's tokens.
     pub fn write(&mut self, layer: usize, slots: &[u64], k: &[f32], v: &[f32]) -> u64 {
-        let num_slots = (self.num_pages * self.page_size) as u64;
+        let num_slots = (self.pages_of(layer).num_pages * self.page_size) as u64;
         if let Some(slot) = slots.iter().find(|&&s| s >= num_slots) {
             panic!("slot {slot} of {num_slots}");
         }
@@ -221,15 +291,16 @@ impl KvStorage {
         shape.bytes(slots.len())
     }
 
-    /// Copies a page whole, scales and all. Panics on an id past the storage.
-    pub fn copy_page(&mut self, from: u32, to: u32) {
-        let at = |page: u32| page as usize * self.bytes_per_page;
-        self.map.copy_within(at(from)..at(from) + self.bytes_per_page, at(to));
+    /// Copies a page of a group whole, scales and all. Panics on an id past the storage.
+    pub fn copy_page(&mut self, group: Group, from: u32, to: u32) {
+        let Pages { map, bytes_per_page, .. } = self.pages_mut(group);
+        let at = |page: u32| page as usize * *bytes_per_page;
+        map.copy_within(at(from)..at(from) + *bytes_per_page, at(to));
     }
 
     /// Bytes from the start of a page to the first element of a side.
     fn offset(&self, layer: usize, side: Side) -> usize {
-        let Layer { shape, offset } = &self.layers[layer];
+        let Layer { shape, offset, .. } = &self.layers[layer];
         match side {
             Side::K => *offset,
             Side::V => offset + shape.dtype.bytes_of(self.page_size * shape.heads.head_dim_qk),
@@ -239,12 +310,16 @@ impl KvStorage {
     fn strides(&self, layer: usize, side: Side) -> (usize, usize, usize) {
         let shape = &self.layers[layer].shape;
         let elements = |bytes: usize| bytes * 8 / shape.dtype.bits();
-        (width(shape.heads, side), elements(shape.head_bytes(self.page_size)), elements(self.bytes_per_page))
+        (
+            width(shape.heads, side),
+            elements(shape.head_bytes(self.page_size)),
+            elements(self.pages_of(layer).bytes_per_page),
+        )
     }
 
     fn view(&self, layer: usize, side: Side) -> Buf<'_> {
-        let held = width(self.layers[layer].shape.heads, side) > 0;
-        let bytes = if held { &self.map[self.offset(layer, side)..] } else { &self.map[..0] };
+        let (map, held) = (&self.pages_of(layer).map, width(self.layers[layer].shape.heads, side) > 0);
+        let bytes = if held { &map[self.offset(layer, side)..] } else { &map[..0] };
         match self.layers[layer].shape.dtype {
             DType::F32 => Buf::F32(bytemuck::cast_slice(bytes)),
             DType::Bf16 => Buf::Bf16(bytemuck::cast_slice(bytes)),
@@ -257,7 +332,7 @@ impl KvStorage {
     }
 
     fn scatter(&mut self, layer: usize, side: Side, slots: &[u64], rows: &[f32]) {
-        let shape = self.layers[layer].shape;
+        let Layer { shape, group, .. } = self.layers[layer];
         let place = Place {
             strides: self.strides(layer, side),
             page_size: self.page_size,
@@ -268,9 +343,10 @@ impl KvStorage {
         if shape.dtype.is_code() {
             let scales = self.scale_offset(layer, side) - offset;
             let place = place.in_bytes(shape.dtype);
-            return scatter_codes(&mut self.map[offset..], &place, slots, rows, shape.dtype, scales);
+            let bytes = &mut self.pages_mut(group).map[offset..];
+            return scatter_codes(bytes, &place, slots, rows, shape.dtype, scales);
         }
-        let bytes = &mut self.map[offset..];
+        let bytes = &mut self.pages_mut(group).map[offset..];
         match shape.dtype {
             DType::F32 => {
                 scatter(bytemuck::cast_slice_mut(bytes), &place, slots, rows, |to: &mut [f32], from| {
@@ -280,6 +356,19 @@ impl KvStorage {
             DType::F16 => scatter(bytemuck::cast_slice_mut(bytes), &place, slots, rows, quant::to_f16),
             _ => scatter(bytemuck::cast_slice_mut(bytes), &place, slots, rows, quant::to_bf16),
         }
+    }
+}
+
+impl Pages {
+    fn new(layers: &[LayerShape], num_pages: usize, page_size: usize) -> Result<Pages, BadArgument> {
+        let bytes_per_page = bytes_per_page(layers, page_size)?;
+        let bytes = checked_product(OP, "num_pages * bytes_per_page", &[num_pages, bytes_per_page])?;
+        refuse_above(bytes, HostMemory::detect().limit_bytes)?;
+        let map = MmapMut::map_anon(bytes).map_err(|error| {
+            BadArgument::new(OP, "bytes", format!("{bytes} (refused: {error})"), available())
+        })?;
+        ask_for_large_pages(&map);
+        Ok(Pages { map, num_pages, bytes_per_page })
     }
 }
 

@@ -3,7 +3,7 @@
 use half::bf16;
 use proptest::prelude::*;
 use suanpan_base::{Buf, DType, HeadShape};
-use suanpan_cache::{KvStorage, LayerShape, PagePool, PageTable};
+use suanpan_cache::{Group, KvStorage, LayerShape, PagePool, PageTable};
 
 fn shape(num_kv_heads: usize, head_dim_qk: usize, head_dim_v: usize, dtype: DType) -> LayerShape {
     let heads = HeadShape::with_widths(num_kv_heads, num_kv_heads, head_dim_qk, head_dim_v);
@@ -250,8 +250,8 @@ fn c23_a_copied_page_keeps_its_own_scales() {
             storage.write(layer, &[slot], &row, &row);
         }
     }
-    storage.copy_page(1, 3);
-    assert_eq!(storage.page(1), storage.page(3));
+    storage.copy_page(Group::Full, 1, 3);
+    assert_eq!(storage.page(Group::Full, 1), storage.page(Group::Full, 3));
     let (strides, scales) = (storage.scale_strides(2), storage.v_scales(2));
     for slot in 0..4 {
         let found = at(storage.v(2), storage.v_strides(2), 3, 1, slot, 7)

@@ -1,8 +1,8 @@
 //! One transformer layer over the rows of a step.
 
 use suanpan_attn::{self as attn, Args, Extras, KvScales, Plan, Strides, Workspace};
-use suanpan_base::{Buf, BufMut};
-use suanpan_cache::KvStorage;
+use suanpan_base::{Buf, BufMut, HeadShape};
+use suanpan_cache::{Group, KvStorage};
 use suanpan_ledger::AttnBooks;
 use suanpan_ops::{self as ops, LinearInput, LinearOut, LinearWorkspace, RopeTable};
 
@@ -21,6 +21,7 @@ pub(super) struct Ctx<'a> {
     pub batch: &'a StepBatch,
     pub positions: &'a [u32],
     pub slots: &'a [u64],
+    pub window_slots: &'a [u64],
     /// One table for each of the model's `ropes`.
     pub ropes: &'a [RopeTable],
     pub input: &'a mut LinearInput,
@@ -43,6 +44,13 @@ pub(super) fn add_bias(linear: &Linear, out: &mut [f32]) {
     if let Some(bias) = &linear.bias {
         ops::add_bias(out, bias);
     }
+}
+
+/// Runs of elements that keys, and values, are rotated in: the same where values lie in keys.
+fn rotated_dims(heads: HeadShape) -> (usize, usize) {
+    let (keys, values) = (heads.head_dim_qk, heads.head_dim_v);
+    let both = 1 << keys.trailing_zeros().min(values.trailing_zeros());
+    if heads.values_in_keys { (both, both) } else { (keys, values) }
 }
 
 impl Ctx<'_> {
@@ -68,9 +76,21 @@ impl Ctx<'_> {
             Values::InKeys(latent) => self.latent_qk(weights, latent, rope, rows, views),
         }
         let AttnViews { q, k, v, out: o, .. } = views.attn();
-        let (q, k) = (&q[..rows * q_cols], &k[..rows * k_cols]);
         let v_cols = if heads.values_in_keys { 0 } else { heads.num_kv_heads * heads.head_dim_v };
-        let written = kv.write(index, self.slots, k, &v[..rows * v_cols]);
+        let (q, k, v) = (&mut q[..rows * q_cols], &mut k[..rows * k_cols], &mut v[..rows * v_cols]);
+        // Codes have one scale a row: a column that stands out would take their few digits from all others. Rotated, no column does,
+        // and products of rotated rows are what they were.
+        let rotated = kv.layer(index).dtype.is_code().then(|| rotated_dims(heads));
+        if let Some((keys, values)) = rotated {
+            ops::hadamard(q, keys);
+            ops::hadamard(k, keys);
+            ops::hadamard(v, values);
+        }
+        let (slots, page_table) = match kv.group(index) {
+            Group::Full => (self.slots, &self.batch.page_table),
+            Group::Window => (self.window_slots, &self.batch.window_table),
+        };
+        let written = kv.write(index, slots, k, v);
         for (books, seq) in books.iter_mut().zip(&self.batch.seqs) {
             books.kv_write_bytes += written / rows as u64 * seq.extend_len as u64;
         }
@@ -91,7 +111,7 @@ impl Ctx<'_> {
             k_strides: strides(kv.k_strides(index)),
             v: kv.v(index),
             v_strides: strides(kv.v_strides(index)),
-            page_table: &self.batch.page_table,
+            page_table,
             page_table_stride: self.batch.page_table_stride,
             out: BufMut::F32(&mut o[..rows * o_cols]),
             out_strides: (o_cols, heads.head_dim_v),
@@ -99,6 +119,10 @@ impl Ctx<'_> {
             max_scores: None,
         };
         attn::run(plan, args, self.attn, books)?;
+        if let Some((_, values)) = rotated {
+            // Sums of rotated values, turned back.
+            ops::hadamard(&mut o[..rows * o_cols], values);
+        }
         self.watch.mark(Op::Attn);
         Ok(())
     }
