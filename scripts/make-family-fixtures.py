@@ -61,8 +61,8 @@ def make(kind, seed, dtype=torch.bfloat16, **changes):
             elif "embed" in name or "lm_head" in name:
                 # Logits of a few units: the bar is an absolute error.
                 p.copy_(torch.randn_like(p) * (0.25 if config.tie_word_embeddings else 1.0 / 32 ** 0.5))
-            elif p.ndim == 3:  # experts: [experts, in, out]
-                p.copy_(torch.randn_like(p) / p.shape[1] ** 0.5)
+            elif p.ndim == 3:  # experts: [experts, in, out], but [experts, out, in] of DeepSeek-V2
+                p.copy_(torch.randn_like(p) / p.shape[2 if kind == "deepseek_v2" else 1] ** 0.5)
             else:
                 gain = 1.6 if "q_proj" in name or "k_proj" in name or "qkv" in name else 1.0
                 p.copy_(torch.randn_like(p) * gain / p.shape[1] ** 0.5)
@@ -70,6 +70,23 @@ def make(kind, seed, dtype=torch.bfloat16, **changes):
             p.copy_(p.to(dtype).float())
     model.file_dtype = dtype
     return model
+
+
+def hub_state(model):
+    """The tensors as files on the hub have them: experts of DeepSeek-V2 stand apart."""
+    out = {}
+    for key, value in base.state(model).items():
+        if model.config.model_type != "deepseek_v2" or ".experts." not in key:
+            out[key] = value
+            continue
+        stem = key.rsplit(".", 1)[0]
+        for e, matrix in enumerate(value):
+            if key.endswith("gate_up_proj"):
+                gate, up = matrix.chunk(2)
+                out |= {f"{stem}.{e}.gate_proj.weight": gate, f"{stem}.{e}.up_proj.weight": up}
+            else:
+                out[f"{stem}.{e}.down_proj.weight"] = matrix
+    return out
 
 
 def write_folder(name, model, config_json=None):
@@ -81,7 +98,7 @@ def write_folder(name, model, config_json=None):
         d.pop(private, None)
     (folder / "config.json").write_text(json.dumps(d, indent=1) + "\n")
     write_tokenizer(folder)
-    tensors = {k: v.to(model.file_dtype).contiguous() for k, v in base.state(model).items()}
+    tensors = {k: v.to(model.file_dtype).contiguous() for k, v in hub_state(model).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
 
@@ -116,7 +133,11 @@ def old_style(config, **extra):
 PLAIN = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
          "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "self_attn.qkv_proj": "attn_qkv",
          "self_attn.sinks": "attn_sinks.weight", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-         "mlp.gate_up_proj": "ffn_up", "mlp.router": "ffn_gate_inp", "input_layernorm": "attn_norm"}
+         "mlp.gate_up_proj": "ffn_up", "mlp.router": "ffn_gate_inp", "input_layernorm": "attn_norm",
+         "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
+         "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm", "mlp.gate": "ffn_gate_inp",
+         "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
+         "mlp.shared_experts.down_proj": "ffn_down_shexp"}
 NORMS = {"post_attention_layernorm": "ffn_norm"}
 GEMMA_NORMS = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
                "post_feedforward_layernorm": "post_ffw_norm"}
@@ -139,6 +160,19 @@ def gguf_tensors(model):
             continue
         _, _, layer, rest = key.split(".", 3)
         block = f"blk.{layer}."
+        if rest == "self_attn.kv_b_proj.weight":
+            # A head's keys are transposed, so that queries can be taken to the latent space.
+            both = value.reshape(c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
+            yield f"{block}attn_k_b.weight", both[:, :c.qk_nope_head_dim].swapaxes(1, 2)
+            yield f"{block}attn_v_b.weight", both[:, c.qk_nope_head_dim:]
+            continue
+        if ".experts." in rest and kind == "deepseek_v2":
+            if rest.endswith("gate_up_proj"):
+                yield f"{block}ffn_gate_exps.weight", value[:, :c.moe_intermediate_size]
+                yield f"{block}ffn_up_exps.weight", value[:, c.moe_intermediate_size:]
+            else:
+                yield f"{block}ffn_down_exps.weight", value
+            continue
         if ".experts." in rest:
             # [experts, in, out] to [experts, out, in]; gate and up lie side by side.
             part = rest.split(".")[-1]
@@ -172,9 +206,26 @@ def write_gguf(name, model, arch):
     w.add_block_count(c.num_hidden_layers)
     w.add_feed_forward_length(c.intermediate_size)
     w.add_head_count(c.num_attention_heads)
-    w.add_head_count_kv(c.num_key_value_heads)
-    w.add_key_length(head_dim)
-    w.add_value_length(head_dim)
+    if arch == "deepseek2":
+        w.add_head_count_kv(1)
+        w.add_key_length(c.kv_lora_rank + head_dim)
+        w.add_value_length(c.kv_lora_rank)
+        w.add_key_length_mla(c.qk_nope_head_dim + head_dim)
+        w.add_value_length_mla(c.v_head_dim)
+        w.add_kv_lora_rank(c.kv_lora_rank)
+        if c.q_lora_rank:
+            w.add_q_lora_rank(c.q_lora_rank)
+        w.add_leading_dense_block_count(c.first_k_dense_replace)
+        w.add_expert_count(c.n_routed_experts)
+        w.add_expert_used_count(c.num_experts_per_tok)
+        w.add_expert_shared_count(c.n_shared_experts)
+        w.add_expert_feed_forward_length(c.moe_intermediate_size)
+        w.add_expert_weights_scale(c.routed_scaling_factor)
+        w.add_rope_scaling_yarn_log_mul(0.1 * c.rope_parameters["mscale_all_dim"])
+    else:
+        w.add_head_count_kv(c.num_key_value_heads)
+        w.add_key_length(head_dim)
+        w.add_value_length(head_dim)
     w.add_layer_norm_rms_eps(c.rms_norm_eps)
     w.add_vocab_size(VOCAB)
     rope = c.rope_parameters
@@ -301,6 +352,23 @@ def family_models():
     write_logits("gpt-oss", oss, [6, 100])
 
 
+def latent_models():
+    """DeepSeek-V2-Lite's shapes, its 576 and 512 wide keys and values among them; prompts within and past the original length."""
+    common = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=12, v_head_dim=10,
+                  moe_intermediate_size=20, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2, first_k_dense_replace=1,
+                  tie_word_embeddings=False, max_position_embeddings=512)
+    yarn = dict(factor=8.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0)
+    lite = make("deepseek_v2", 40, kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=None, num_hidden_layers=2,
+                rope_parameters=rope("yarn", mscale=0.707, mscale_all_dim=0.707, **yarn), **common)
+    write_folder("deepseek2-lite", lite, old_style(lite.config, topk_method="greedy", scoring_func="softmax"))
+    write_logits("deepseek2-lite", lite, [20, 100])
+    small = make("deepseek_v2", 41, kv_lora_rank=24, qk_rope_head_dim=8, q_lora_rank=16, num_hidden_layers=3, routed_scaling_factor=1.5,
+                 rope_parameters=rope("yarn", mscale=1.0, mscale_all_dim=1.0, **yarn), **common)
+    write_folder("deepseek2", small)
+    write_gguf("deepseek2", small, "deepseek2")
+    write_logits("deepseek2", small, [20, 100])
+
+
 def write_fp8(name, kind, seed, blocks, quantization, end):
     """Matrices in E4M3 with scales a block (or a row: blocks of one row); the reference runs on what they stand for."""
     model = make(kind, seed, rope_parameters=rope(), tie_word_embeddings=False)
@@ -337,6 +405,36 @@ def fp8_models():
     write_fp8("fp8-rows", "qwen3", 31, (1, 1 << 20), packed, "_scale")
 
 
+def to_mxfp4(value):
+    """[experts, rows, cols] to blocks of 32 as files hold them: two neighbours a byte, the first in the low half, and scales of a power of two."""
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat([numbers, -numbers])
+    blocks = value.reshape(*value.shape[:-1], -1, 32)
+    exponent = torch.floor(torch.log2(blocks.abs().amax(-1, keepdim=True))) - 2
+    digits = (blocks / torch.exp2(exponent)).unsqueeze(-1).sub(numbers).abs().argmin(-1).to(torch.uint8)
+    return digits[..., 0::2] | digits[..., 1::2] << 4, (exponent.squeeze(-1) + 127).to(torch.uint8)
+
+
+def mxfp4_model():
+    """Experts of gpt-oss in MXFP4; the reference runs on what `transformers` itself reads from the blocks."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+    model = make("gpt_oss", 12, hidden_size=32, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+                 tie_word_embeddings=False, rope_parameters=rope(theta=150000.0))
+    tensors, exact = {}, {}
+    for key, value in base.state(model).items():
+        if key.endswith(("gate_up_proj", "down_proj")):
+            blocks, scales = to_mxfp4(value.transpose(1, 2).contiguous())
+            exact[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        else:
+            tensors[key] = value.to(torch.bfloat16)
+    model.load_state_dict(exact, strict=False)
+    write_folder("gpt-oss-mxfp4", model, base.new_style(model.config) | {"quantization_config": {"quant_method": "mxfp4"}})
+    save_file({k: v.contiguous() for k, v in tensors.items()}, OUT / "gpt-oss-mxfp4/model.safetensors", metadata={"format": "pt"})
+    (OUT / "gpt-oss-mxfp4/model.safetensors").chmod(0o644)
+    write_logits("gpt-oss-mxfp4", model, [40])
+
+
 def rope_models():
     """RoPE variants on a Llama of an original length of 64 tokens; prompts within and past it."""
     linear = make("llama", 20, rope_parameters=rope("linear", factor=4.0))
@@ -370,9 +468,11 @@ def main():
     family_models()
     rope_models()
     fp8_models()
+    latent_models()
+    mxfp4_model()
     total = sum(f.stat().st_size for f in OUT.rglob("*") if f.is_file())
     print(f"{total} bytes in {OUT}")
-    assert total < 3_000_000, "the committed fixtures stay small"
+    assert total < 4_000_000, "the committed fixtures stay small"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ pub struct Config {
     pub lengths: Vec<usize>,
     /// Head widths of the prefill rows.
     pub head_dims: Vec<usize>,
-    /// Keys of the decode rows.
+    /// Keys of the decode rows; 0 leaves them out.
     pub decode_keys: usize,
     /// Timed launches a row; 0 checks and predicts alone (for `ncu`).
     pub repeats: usize,
@@ -130,7 +130,8 @@ pub fn run(config: &Config) -> Result<(Option<Peaks>, Vec<Row>), Error> {
             }
         }
     }
-    for (batch, page_size) in [(1, 16), (16, 16), (16, 64)] {
+    let decode = if config.decode_keys == 0 { &[][..] } else { &[(1, 16), (16, 16), (16, 64)] };
+    for &(batch, page_size) in decode {
         let problem = bf16(HeadShape::new(32, 8, 128), Mask::CAUSAL, KvLayout::Paged { page_size });
         let len = SeqLen::extend(config.decode_keys.saturating_sub(1), 1);
         rows.push(time(&gpu, config, peaks, ("decode", problem), batch, len)?);

@@ -132,7 +132,7 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
     let longest = (0..args.facts).map(|i| hay.question(i).len() + hay.answer(i).len() + 2).max().unwrap_or(0);
     let wanted = (hay.text.len() + longest).max(model.config.max_position_embeddings.min(131_072));
     options.max_model_len = options.max_model_len.or(Some(wanted));
-    let engine = engine_flags::start(&model, options, args.engine.disk(), args.facts)?;
+    let engine = engine_flags::start(&model, options, args.engine.lower_tiers(), args.facts)?;
     if !args.json {
         println!(
             "{MODEL}: {} tokens of context, {} facts\n{}\n",

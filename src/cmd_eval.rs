@@ -11,7 +11,7 @@ use suanpan_cache::{KvStorage, LayerSet};
 use suanpan_model::forward::{ExecOptions, Executor, LogitRows, StepBatch, StepSeq};
 use suanpan_model::{Model, ModelError};
 
-use crate::engine_flags;
+use crate::{cmd_perplexity, engine_flags};
 
 #[derive(clap::Args)]
 pub struct EvalArgs {
@@ -23,6 +23,8 @@ pub struct EvalArgs {
 enum What {
     /// Error of stored keys and values by layer, divergence of next-token distributions, retrieval and decode speed, against bf16.
     KvError(KvErrorArgs),
+    /// How well a model predicts a text.
+    Perplexity(cmd_perplexity::PerplexityArgs),
 }
 
 #[derive(clap::Args)]
@@ -235,6 +237,7 @@ fn task(model: &Model, args: &KvErrorArgs) -> anyhow::Result<Task> {
 pub fn run(args: &EvalArgs) -> anyhow::Result<()> {
     match &args.what {
         What::KvError(args) => kv_error(args),
+        What::Perplexity(args) => cmd_perplexity::run(args),
     }
 }
 
@@ -325,9 +328,12 @@ fn layer_error(base: &Lane, lane: &Lane, layer: usize, tokens: usize) -> LayerEr
     let heads = base.kv.layer(layer).heads;
     let one = |a: Rows<'_>, b: Rows<'_>, width: usize| {
         let (mut lost, mut all) = (0.0, 0.0);
+        let (mut x, mut y) = (vec![0.0; width], vec![0.0; width]);
         for (token, head) in (0..tokens).flat_map(|t| (0..heads.num_kv_heads).map(move |h| (t, h))) {
-            for dim in 0..width {
-                let (x, y) = (a.get(token, head, dim), b.get(token, head, dim));
+            a.read(token, head, &mut x);
+            b.read(token, head, &mut y);
+            for (&x, &y) in x.iter().zip(&y) {
+                let (x, y) = (f64::from(x), f64::from(y));
                 lost += (y - x) * (y - x);
                 all += x * x;
             }
@@ -348,6 +354,8 @@ struct Rows<'a> {
     scales: Buf<'a>,
     scale_strides: (usize, usize, usize),
     page_size: usize,
+    /// Rows were rotated before they were stored.
+    rotated: bool,
 }
 
 impl<'a> Rows<'a> {
@@ -358,6 +366,7 @@ impl<'a> Rows<'a> {
             scales: kv.k_scales(layer),
             scale_strides: kv.scale_strides(layer),
             page_size: kv.page_size(),
+            rotated: kv.layer(layer).dtype.is_code(),
         }
     }
 
@@ -370,11 +379,15 @@ impl<'a> Rows<'a> {
         }
     }
 
-    fn get(&self, token: usize, head: usize, dim: usize) -> f64 {
+    fn read(&self, token: usize, head: usize, row: &mut [f32]) {
         let (page, slot) = (token / self.page_size, token % self.page_size);
         let at = |s: (usize, usize, usize)| page * s.2 + head * s.1 + slot * s.0;
         let scale = if self.scales.is_empty() { 1.0 } else { self.scales.get(at(self.scale_strides)) };
-        f64::from(self.codes.get(at(self.strides) + dim)) * f64::from(scale)
+        let codes = at(self.strides);
+        row.iter_mut().enumerate().for_each(|(dim, x)| *x = self.codes.get(codes + dim) * scale);
+        if self.rotated {
+            suanpan_ops::hadamard(row, row.len());
+        }
     }
 }
 

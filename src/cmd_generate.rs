@@ -65,7 +65,8 @@ fn prompt_tokens(args: &GenerateArgs, model: &Model) -> anyhow::Result<Vec<u32>>
 pub fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     let model = engine_flags::load(&args.model)?;
     let prompt = prompt_tokens(args, &model)?;
-    let engine = engine_flags::start(&model, args.engine.options(&args.model)?, args.engine.disk(), 1)?;
+    let engine =
+        engine_flags::start(&model, args.engine.options(&args.model)?, args.engine.lower_tiers(), 1)?;
     let params = SamplingParams {
         temperature: args.temperature,
         top_p: args.top_p,

@@ -147,6 +147,10 @@ fn parts(f: &Inspection) -> String {
     if let Some([count, used]) = c.experts {
         parts.push(format!("{count} experts, {used} a token"));
     }
+    parts.extend(c.shared_experts_width.map(|n| format!("{n} wide beside them")));
+    parts.extend(
+        c.latent.map(|[nope, v]| format!("latent keys and values (heads of {nope} + {}, {v})", c.rotary_dim)),
+    );
     parts.extend(c.attn_softcap.map(|cap| format!("scores capped at {cap}")));
     parts.extend(c.logit_softcap.map(|cap| format!("logits capped at {cap}")));
     if c.tie_word_embeddings {

@@ -9,6 +9,8 @@ use suanpan_ledger::cache::{CacheLayer, CacheRequest, MAX_LAYERS};
 use suanpan_ledger::report::{CacheReport, KernelReport, KernelRequest, parse_bytes};
 use suanpan_ledger::shapes::{NAMED_SHAPES, NamedShape};
 
+use crate::cmd_ledger_parallel::ParallelArgs;
+
 /// The ledger to print.
 #[derive(Args)]
 pub struct LedgerArgs {
@@ -22,6 +24,8 @@ enum Ledger {
     Kernel(KernelArgs),
     /// A KV cache: bytes by element type and group size, pages, waste of the last page, and what fits in a memory.
     Cache(CacheArgs),
+    /// One sequence over many devices: time, exposed messages, memory a device, utilisation and cost, simulated from the plan.
+    Parallel(Box<ParallelArgs>),
 }
 
 #[derive(Args)]
@@ -116,6 +120,7 @@ pub fn run(args: &LedgerArgs) -> anyhow::Result<()> {
 
 fn render(args: &LedgerArgs) -> anyhow::Result<String> {
     match &args.ledger {
+        Ledger::Parallel(args) => args.render(),
         Ledger::Kernel(args) => {
             let report = args.report()?;
             Ok(if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { report.to_string() })
@@ -247,6 +252,19 @@ mod tests {
     }
 
     #[test]
+    fn the_parallel_ledger_names_schemes_and_costs() {
+        let line = "parallel --model llama-3.1-8b --context 64Ki --gpus 8 --price 2";
+        let auto = json(&format!("{line} --json"));
+        assert_eq!(auto["cp_size"], 8);
+        assert!(auto["why"][0].as_str().unwrap().contains("takes least time"), "{auto}");
+        let ring = json(&format!("{line} --scheme ring --training --json"));
+        assert_eq!(ring["attention"][1]["scheme"], "ring");
+        assert!(auto["seconds"].as_f64() < ring["seconds"].as_f64() && ring["cost"].as_f64().unwrap() > 0.0);
+        let text = output(&format!("{line} --scheme hybrid:2 --document 4k --window 1024")).unwrap();
+        assert!(text.contains("ring of ulysses groups of 2 over 8 ranks"), "{text}");
+    }
+
+    #[test]
     fn what_cannot_be_honoured_is_refused_by_name() {
         for (line, name) in [
             ("kernel --seqlen-q 1 --seqlen-k 1 --head-dim 8 --dtype fp8", "fp8"),
@@ -263,6 +281,15 @@ mod tests {
             ("cache --model llama-3.1-8b --context 1 --memory 80GB!", "80GB!"),
             ("cache --model llama-3.1-8b --context 0", "context"),
             ("cache --model no-such-model --context 1", "no-such-model"),
+            ("parallel --context 1 --gpus 1", "--model"),
+            ("parallel --model llama-3.1-8b --gpus 1", "--context"),
+            ("parallel --model llama --context 1 --gpus 1", "model"),
+            ("parallel --model llama-3.1-8b --context 9 --gpus 9 --tensor-parallel 5", "tensor_parallel"),
+            ("parallel --model llama-3.1-8b --context 9 --gpus 4 --scheme hybrid:3", "ulysses_size"),
+            ("parallel --model llama-3.1-8b --context 9 --gpus 4 --scheme rung", "rung"),
+            ("parallel --model llama-3.1-8b --context 9x --gpus 4", "9x"),
+            ("parallel --model llama-3.1-8b --context 9 --gpus 4 --link-gbs 0", "bytes_per_us"),
+            ("parallel --model llama-3.1-8b --context 9 --gpus 4 --peak-tflops 0", "peak_tflops"),
         ] {
             let error = format!("{:#}", output(line).unwrap_err());
             assert!(error.contains(name), "{line}: {error}");

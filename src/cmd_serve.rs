@@ -65,7 +65,7 @@ pub fn run(args: ServeArgs) -> anyhow::Result<()> {
     }
     let options = args.engine.options(&spec)?;
     let max_requests = options.max_num_seqs.saturating_add(args.max_queue);
-    let engine = engine_flags::start(&model, options, args.engine.disk(), max_requests)?;
+    let engine = engine_flags::start(&model, options, args.engine.lower_tiers(), max_requests)?;
     let names =
         if args.served_model_name.is_empty() { vec![spec.clone()] } else { args.served_model_name.clone() };
     let server = ServerOptions {
@@ -73,6 +73,8 @@ pub fn run(args: ServeArgs) -> anyhow::Result<()> {
         api_keys: keys,
         max_body_bytes: args.max_body_bytes,
         log_requests: !args.disable_log_requests,
+        namespace_secret: suanpan_engine::folder_secret(args.engine.kv_disk_path.as_deref())
+            .context("--kv-disk-path: its secret")?,
         ..ServerOptions::default()
     };
     let facts = engine_facts(&engine, &options, max_requests);

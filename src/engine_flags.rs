@@ -7,7 +7,7 @@ use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use suanpan_base::DType;
 use suanpan_cache::{EvictionPolicy, LayerSet};
-use suanpan_engine::{DiskOptions, Engine, EngineHandle, EngineOptions, HandleOptions};
+use suanpan_engine::{Engine, EngineHandle, EngineOptions, HandleOptions, LowerTiers};
 use suanpan_model::{LoadOptions, LoadProgress, LoadStage, Model};
 use suanpan_ops::Precision;
 
@@ -23,6 +23,17 @@ pub enum Dtype {
     Int8,
     /// Exact dequantisation, f32 activations and products.
     Float32,
+}
+
+impl Dtype {
+    /// What it asks of the products.
+    pub fn precision(self) -> Precision {
+        match self {
+            Dtype::Auto => Precision::Int16,
+            Dtype::Int8 => Precision::Int8,
+            Dtype::Float32 => Precision::F32,
+        }
+    }
 }
 
 /// How keys and values are stored.
@@ -78,6 +89,10 @@ pub struct EngineFlags {
     /// Pages of the KV cache, instead of bytes.
     #[arg(long, conflicts_with = "kv_cache_memory_bytes")]
     pub num_gpu_blocks_override: Option<usize>,
+    /// Pages of the layers with a sliding window, which have pages of their own unless pages are kept below the pool [default: two windows
+    /// for each request that runs at once].
+    #[arg(long, conflicts_with_all = ["kv_disk_path", "kv_host_bytes"])]
+    pub kv_window_pages: Option<usize>,
     /// Requests that run at once.
     #[arg(long, default_value_t = EngineOptions::default().max_num_seqs)]
     pub max_num_seqs: usize,
@@ -97,16 +112,24 @@ pub struct EngineFlags {
     /// Bytes kept in that folder.
     #[arg(long, default_value_t = 8 << 30, requires = "kv_disk_path")]
     pub kv_disk_bytes: u64,
+    /// Bytes of host memory for finished prompts' pages that the pool has no room for, in front of the folder if there is one; 0 is none.
+    #[arg(long, default_value_t = 0)]
+    pub kv_host_bytes: u64,
     /// Threads of the model [default: one for each core].
     #[arg(long)]
     pub threads: Option<usize>,
 }
 
 impl EngineFlags {
-    /// The pages on disk, if any.
-    pub fn disk(&self) -> Option<DiskOptions> {
-        let folder = self.kv_disk_path.clone()?;
-        Some(DiskOptions { folder, capacity_bytes: self.kv_disk_bytes, staging_bytes: KV_STAGING_BYTES })
+    /// Where pages are kept below the pool, if anywhere.
+    pub fn lower_tiers(&self) -> Option<LowerTiers> {
+        let folder = self.kv_disk_path.clone();
+        (folder.is_some() || self.kv_host_bytes > 0).then_some(LowerTiers {
+            folder,
+            disk_bytes: self.kv_disk_bytes,
+            host_bytes: self.kv_host_bytes,
+            staging_bytes: KV_STAGING_BYTES,
+        })
     }
 
     /// Options for the model named by `spec`.
@@ -134,12 +157,10 @@ impl EngineFlags {
             prefix_cache_eviction: self.prefix_cache_eviction,
             kv_cache_memory_bytes: self.kv_cache_memory_bytes,
             num_pages_override: self.num_gpu_blocks_override,
+            window_groups: self.lower_tiers().is_none(),
+            window_pages: self.kv_window_pages,
             threads: self.threads.unwrap_or(0),
-            precision: match self.dtype {
-                Dtype::Auto => Precision::Int16,
-                Dtype::Int8 => Precision::Int8,
-                Dtype::Float32 => Precision::F32,
-            },
+            precision: self.dtype.precision(),
             enable_prefix_caching: self.enable_prefix_caching || !self.no_enable_prefix_caching,
             ..EngineOptions::default()
         })
@@ -165,12 +186,12 @@ pub fn load(spec: &str) -> anyhow::Result<Arc<Model>> {
 pub fn start(
     model: &Arc<Model>,
     options: EngineOptions,
-    disk: Option<DiskOptions>,
+    lower: Option<LowerTiers>,
     max_requests: usize,
 ) -> anyhow::Result<EngineHandle> {
     let mut engine = Engine::new(Arc::clone(model), options)?;
-    if let Some(disk) = disk {
-        engine = engine.with_disk(&disk)?;
+    if let Some(lower) = lower {
+        engine = engine.with_lower_tiers(&lower)?;
     }
     EngineHandle::spawn(engine, HandleOptions { max_requests }).context("starting the engine's thread")
 }

@@ -11,6 +11,8 @@ mod cmd_eval;
 mod cmd_generate;
 mod cmd_inspect;
 mod cmd_ledger;
+mod cmd_ledger_parallel;
+mod cmd_perplexity;
 mod cmd_serve;
 mod engine_flags;
 

@@ -49,8 +49,15 @@ def number(mask, prefix):
     return int(mask[len(prefix):]) if re.fullmatch(prefix + r"\d+", mask) else None
 
 
+def few_tokens(mask):
+    """Query tokens a sequence of extendN (four query heads a kv head), ours laid out as planned; packN and apartN: heads packed or not, keys whole."""
+    return number(mask, "extend") or number(mask, "pack") or number(mask, "apart")
+
+
 def pairs_of(mask, length):
-    window, chunk = number(mask, "window"), number(mask, "chunk")
+    window, chunk, few = number(mask, "window"), number(mask, "chunk"), few_tokens(mask)
+    if few:
+        return few * length - few * (few - 1) // 2
     if window:
         return sum(min(window, i + 1) for i in range(length))
     if chunk:
@@ -67,6 +74,9 @@ def fa3(mask, q, k, v):
         k, v = (x.reshape(-1, page, heads, x.shape[-1]) for x in (k, v))
         lens = torch.full((batch,), length, device="cuda", dtype=torch.int32)
         return lambda: fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, page_table=table, causal=True, num_splits=1)
+    if few_tokens(mask):  # decides on packing and splits itself
+        lens = torch.full((k.shape[0],), k.shape[1], device="cuda", dtype=torch.int32)
+        return lambda: fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, causal=True)
     if mask in ("full", "causal"):
         return lambda: fa.flash_attn_func(q, k, v, causal=mask == "causal")
     if mask.startswith("fp8"):
@@ -99,7 +109,10 @@ def peers_round(dims, mask, lengths, repeats, peers, times):
     heads = COLUMNS // dim_v
     for length in lengths:
         batch = max(1, TOKENS // length)
-        q, k, v = (torch.randn(batch, length, heads, d, device="cuda", dtype=torch.bfloat16) for d in (dim, dim, dim_v))
+        few = few_tokens(mask)
+        kv_heads = heads // 4 if few else heads
+        q, k, v = (torch.randn(batch, n, h, d, device="cuda", dtype=torch.bfloat16)
+                   for n, h, d in ((few or length, heads, dim), (length, kv_heads, dim), (length, kv_heads, dim_v)))
         for name, make in (("fa3", fa3), ("cudnn", cudnn)):
             if name not in peers:
                 continue

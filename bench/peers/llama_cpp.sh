@@ -32,10 +32,11 @@ build() {
     -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF \
     -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
   nice -n 10 cmake --build "$build" --config Release -j "${JOBS:-2}" --target llama llama-bench
-  g++ -O2 -std=c++17 -I"$src/include" -I"$src/ggml/include" -o "$build/bin/logits_llama_cpp" \
-    "$root/bench/peers/logits_llama_cpp.cpp" -L"$build/bin" -lllama -lggml -lggml-base -lggml-cpu -Wl,-rpath,"$build/bin"
-  g++ -O2 -std=c++17 -I"$src/include" -I"$src/ggml/include" -o "$build/bin/positions_llama_cpp" \
-    "$root/bench/peers/positions_llama_cpp.cpp" -L"$build/bin" -lllama -lggml -lggml-base -lggml-cpu -Wl,-rpath,"$build/bin"
+  local tool
+  for tool in logits positions decode perplexity; do
+    g++ -O2 -std=c++17 -I"$src/include" -I"$src/ggml/include" -o "$build/bin/${tool}_llama_cpp" \
+      "$root/bench/peers/${tool}_llama_cpp.cpp" -L"$build/bin" -lllama -lggml -lggml-base -lggml-cpu -Wl,-rpath,"$build/bin"
+  done
 }
 
 # One llama-bench run a phase, each under the lock if one is named, so that others wait for seconds and not for minutes.

@@ -7,6 +7,7 @@ pub mod dtype;
 pub mod error;
 pub mod lse;
 pub mod mask;
+pub mod order_free;
 pub mod shape;
 
 pub use dtype::{Buf, BufMut, DType, ScaleGrain};

@@ -4,6 +4,8 @@
 //! Empty row: `lse = -inf`, `o = 0`. Merge (FlashAttention-2, section 3.1; Flash-Decoding):
 //! `lse = log(exp(a) + exp(b))`, `o = o_a * exp(a - lse) + o_b * exp(b - lse)`.
 
+use crate::order_free;
+
 /// lse of a row that saw no key.
 pub const EMPTY_LSE: f32 = f32::NEG_INFINITY;
 
@@ -33,9 +35,119 @@ pub fn merge_into(out: &mut [f32], lse: &mut f32, other: &[f32], other_lse: f32)
     *lse = merged;
 }
 
+/// Merges the partial row `(other, other_lse)` into `(out, lse)` where many merges follow each other: an lse is the sum of two floats, high
+/// and low, so that merging rounds it no more than the kernels do, and weights are taken in f64.
+pub fn merge_pair_into(out: &mut [f32], lse: &mut [f32], other: &[f32], other_lse: [f32; 2]) {
+    assert_eq!(out.len(), other.len(), "rows of one merge have one width");
+    let wide = |pair: &[f32]| f64::from(pair[0]) + f64::from(pair[1]);
+    let (a, b) = (wide(lse), wide(&other_lse));
+    let max = a.max(b);
+    if max == f64::NEG_INFINITY {
+        out.fill(0.0);
+        return;
+    }
+    let (ea, eb) = ((a - max).exp(), (b - max).exp());
+    let (sum, merged) = (ea + eb, max + (ea + eb).ln());
+    for (o, &x) in out.iter_mut().zip(other) {
+        let a = if ea == 0.0 { 0.0 } else { f64::from(*o) * ea };
+        let b = if eb == 0.0 { 0.0 } else { f64::from(x) * eb };
+        *o = ((a + b) / sum) as f32;
+    }
+    lse[0] = merged as f32;
+    lse[1] = if lse[0].is_finite() { (merged - f64::from(lse[0])) as f32 } else { 0.0 };
+}
+
+/// Adds a partial row to sums that do not depend on the order of parts: `numerators` (a row of [`order_free`] of the output's width) gets
+/// `o · exp(lse)`, `denominator` (of one number) gets `exp(lse)`.
+pub fn add_order_free(numerators: &mut [f32], denominator: &mut [f32], out: &[f32], lse: f32) {
+    if lse == EMPTY_LSE {
+        return;
+    }
+    let log2 = f64::from(lse) * std::f64::consts::LOG2_E;
+    let exponent = log2.floor();
+    let factor = (log2 - exponent).exp2();
+    order_free::add(numerators, out, factor, exponent as i64);
+    order_free::add(denominator, &[1.0], factor, exponent as i64);
+}
+
+/// What the sums of [`add_order_free`] come to: writes the output, returns lse.
+pub fn order_free_result(numerators: &[f32], denominator: &[f32], out: &mut [f32]) -> f32 {
+    let (Some(down), Some(sum)) = (order_free::exponent(denominator), order_free::sums(denominator).next())
+    else {
+        out.fill(0.0);
+        return EMPTY_LSE;
+    };
+    let up = order_free::exponent(numerators).unwrap_or(down);
+    for (o, number) in out.iter_mut().zip(order_free::sums(numerators)) {
+        *o = order_free::times_power(number / sum, up - down) as f32;
+    }
+    (sum.ln() + down as f64 * std::f64::consts::LN_2) as f32
+}
+
+/// The row with a sink joined: a key of logit `sink` and value 0, once, after the last merge.
+pub fn join_sink(out: &mut [f32], lse: &mut f32, sink: f32) {
+    let (joined, stays, _) = merge_weights(*lse, sink);
+    out.iter_mut().for_each(|o| *o = if stays == 0.0 { 0.0 } else { *o * stays });
+    *lse = joined;
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_hundred_merges_round_lse_like_one() {
+        // Parts of one key each: the exact lse is ln(sum of exp).
+        let scores: Vec<f32> = (0..100).map(|i| ((i * 37) % 100) as f32 / 17.0).collect();
+        let exact = scores.iter().map(|s| f64::from(*s).exp()).sum::<f64>().ln();
+        let (mut o, mut pair) = (vec![0.0], vec![EMPTY_LSE, 0.0]);
+        scores.iter().for_each(|&s| merge_pair_into(&mut o, &mut pair, &[1.0], [s, 0.0]));
+        assert!((f64::from(pair[0]) + f64::from(pair[1]) - exact).abs() < 1e-12);
+        assert_eq!(o, [1.0]);
+        merge_pair_into(&mut o, &mut pair, &[f32::NAN], [EMPTY_LSE, 0.0]);
+        assert_eq!(o, [1.0], "an empty row lets nothing through");
+        let (mut o, mut pair) = (vec![f32::NAN], vec![EMPTY_LSE, 0.0]);
+        merge_pair_into(&mut o, &mut pair, &[f32::NAN], [EMPTY_LSE, 0.0]);
+        assert_eq!((o[0], pair[0]), (0.0, EMPTY_LSE));
+    }
+
+    #[test]
+    fn order_free_parts_are_one_softmax_in_any_order() {
+        let parts: Vec<([f32; 2], f32)> = (0..9)
+            .map(|i| ([i as f32 - 3.0, 1.0 / (i + 1) as f32], (i * 5 % 9) as f32 * 3.0 - 9.0))
+            .collect();
+        let run = |parts: &[([f32; 2], f32)]| {
+            let (mut n, mut d) = (vec![0.0; order_free::words(2)], vec![0.0; order_free::words(1)]);
+            order_free::clear(&mut n);
+            order_free::clear(&mut d);
+            add_order_free(&mut n, &mut d, &[f32::NAN; 2], EMPTY_LSE);
+            parts.iter().for_each(|(o, l)| add_order_free(&mut n, &mut d, o, *l));
+            let mut out = [7.0; 2];
+            let lse = order_free_result(&n, &d, &mut out);
+            (out, lse)
+        };
+        let sum: f64 = parts.iter().map(|(_, l)| f64::from(*l).exp()).sum();
+        let want =
+            |i: usize| parts.iter().map(|(o, l)| f64::from(o[i]) * f64::from(*l).exp()).sum::<f64>() / sum;
+        let (out, lse) = run(&parts);
+        assert!((f64::from(lse) - sum.ln()).abs() < 1e-6);
+        (0..2).for_each(|i| assert!((f64::from(out[i]) - want(i)).abs() < 1e-6, "{out:?}"));
+        let reversed: Vec<_> = parts.iter().rev().copied().collect();
+        assert_eq!(run(&reversed), (out, lse));
+        assert_eq!(run(&[]), ([0.0; 2], EMPTY_LSE));
+        // A far larger lse leaves nothing of the rest.
+        assert_eq!(run(&[parts[0], ([2.0, 3.0], 1.4e11)]), ([2.0, 3.0], 1.4e11));
+    }
+
+    #[test]
+    fn a_sink_takes_its_share() {
+        let (mut o, mut lse) = (vec![4.0], 0.0);
+        join_sink(&mut o, &mut lse, 0.0);
+        assert_eq!((o[0], lse), (2.0, std::f32::consts::LN_2));
+        let (mut o, mut lse) = (vec![4.0], 1.0);
+        join_sink(&mut o, &mut lse, EMPTY_LSE);
+        assert_eq!((o[0], lse), (4.0, 1.0));
+    }
 
     #[test]
     fn empty_rows_are_neutral_on_both_sides() {

@@ -2,10 +2,10 @@
 //!
 //! Owns one reference to each of its pages and returns them when dropped. Full pages are shared and never written again. The
 //! last page may be borrowed: lent by a fork or by a partial hit, read as it is, and copied before the first write
-//! (`make_writable`). Copies no bytes itself.
+//! (`make_writable`). The first pages may be gone, once no layer looks back so far (`give_back_before`). Copies no bytes itself.
 
-use crate::pool::{PageHandle, PagePool};
-use crate::radix::{Hit, PartialPage};
+use crate::pool::{NO_PAGE, PageHandle, PagePool};
+use crate::radix::{Hit, PartialPage, WindowHit};
 
 /// A reservation that the pool cannot honour. Nothing was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -31,8 +31,13 @@ pub struct PageCopy {
 #[derive(Debug)]
 pub struct PageTable {
     pool: PagePool,
+    /// The pages from index `first` on.
     pages: Vec<PageHandle>,
-    /// `pages[i].id()`, contiguous for the kernels.
+    /// How many pages in front are not held any more.
+    first: usize,
+    /// Pages in front of `first` that are kept all the same, with their index, in order.
+    kept: Vec<(usize, PageHandle)>,
+    /// Ids from page 0 on, contiguous for the kernels; [`NO_PAGE`] in front of `first`.
     ids: Vec<u32>,
     /// Index of the page that others may rely on behind what this table has of it: to be copied before it is written.
     borrowed: Option<usize>,
@@ -41,13 +46,66 @@ pub struct PageTable {
 impl PageTable {
     /// An empty table over `pool`.
     pub fn new(pool: &PagePool) -> PageTable {
-        PageTable { pool: pool.clone(), pages: Vec::new(), ids: Vec::new(), borrowed: None }
+        PageTable {
+            pool: pool.clone(),
+            pages: Vec::new(),
+            first: 0,
+            kept: Vec::new(),
+            ids: Vec::new(),
+            borrowed: None,
+        }
+    }
+
+    /// A table whose first pages are those of a hit's window; nothing is held in front of them.
+    pub fn push_window(&mut self, hit: WindowHit) {
+        assert!(self.ids.is_empty(), "a window begins a table");
+        self.first = hit.first_page;
+        self.ids.resize(hit.first_page, NO_PAGE);
+        let last = hit.pages.len();
+        for (i, page) in hit.pages.into_iter().enumerate() {
+            if hit.ends_inside && i + 1 == last { self.push_borrowed(page) } else { self.push_shared(page) }
+        }
+    }
+
+    /// Gives back every page that ends at or before `position`: nothing looks back so far. Those of the pages `keep` stay held for
+    /// the prefix cache, until `forget_kept`; kernels are not given their ids.
+    pub fn give_back_before(&mut self, position: usize, keep: std::ops::Range<usize>) {
+        let until = (position / self.pool.page_size()).min(self.ids.len());
+        let gone = until.saturating_sub(self.first).min(self.pages.len());
+        if gone == 0 {
+            return;
+        }
+        self.ids[self.first..self.first + gone].fill(NO_PAGE);
+        let first = self.first;
+        let (kept, back): (Vec<_>, Vec<_>) =
+            self.pages.drain(..gone).enumerate().partition(|(i, _)| keep.contains(&(first + i)));
+        self.kept.extend(kept.into_iter().map(|(i, page)| (first + i, page)));
+        self.pool.release(back.into_iter().map(|(_, page)| page));
+        self.first += gone;
+        if self.borrowed.is_some_and(|page| page < self.first) {
+            self.borrowed = None;
+        }
+    }
+
+    /// Gives back the pages that `give_back_before` kept. True where there were any.
+    pub fn forget_kept(&mut self) -> bool {
+        let had = !self.kept.is_empty();
+        self.pool.release(self.kept.drain(..).map(|(_, page)| page));
+        had
+    }
+
+    /// The page at index `page`, if it is still held.
+    pub fn page_at(&self, page: usize) -> Option<&PageHandle> {
+        match page.checked_sub(self.first) {
+            Some(at) => self.pages.get(at),
+            None => self.kept.iter().find(|(at, _)| *at == page).map(|(_, page)| page),
+        }
     }
 
     /// Makes room for `tokens` tokens in all, counted from position 0. All or nothing.
     pub fn reserve(&mut self, tokens: usize) -> Result<(), OutOfPages> {
         let pages = tokens.div_ceil(self.pool.page_size());
-        let needed = pages.saturating_sub(self.pages.len());
+        let needed = pages.saturating_sub(self.ids.len());
         if needed == 0 {
             return Ok(());
         }
@@ -68,7 +126,7 @@ impl PageTable {
     /// Appends a page of which only the first tokens are this sequence's: it is read as it is and copied before it is written.
     pub fn push_borrowed(&mut self, page: PageHandle) {
         self.push_shared(page);
-        self.borrowed = Some(self.pages.len() - 1);
+        self.borrowed = Some(self.ids.len() - 1);
     }
 
     /// Appends what a look-up found. Returns its tokens.
@@ -96,22 +154,27 @@ impl PageTable {
         let to = own.id();
         self.ids[page] = to;
         self.borrowed = None;
-        Ok(Some(PageCopy { from: std::mem::replace(&mut self.pages[page], own), to }))
+        Ok(Some(PageCopy { from: std::mem::replace(&mut self.pages[page - self.first], own), to }))
     }
 
-    /// Page ids in token order.
+    /// Page ids in token order; an id no pool has where the page was given back.
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }
 
-    /// The pages' handles in token order, for the prefix cache to share.
+    /// The held pages' handles in token order, for the prefix cache to share: all of them, where none was given back.
     pub fn pages(&self) -> &[PageHandle] {
         &self.pages
     }
 
+    /// Ids of all pages held, those kept for the prefix cache included (for `PagePool::check_holders`).
+    pub fn held_ids(&self) -> impl Iterator<Item = u32> + '_ {
+        self.pages.iter().chain(self.kept.iter().map(|(_, page)| page)).map(PageHandle::id)
+    }
+
     /// Tokens that the reserved pages hold.
     pub fn capacity_tokens(&self) -> usize {
-        self.pages.len() * self.pool.page_size()
+        self.ids.len() * self.pool.page_size()
     }
 
     /// Where the token at `position` lies: page id · page_size + offset. Panics past `capacity_tokens`: a position
@@ -120,12 +183,13 @@ impl PageTable {
         let page_size = self.pool.page_size();
         let page = position / page_size;
         assert!(page < self.ids.len(), "position {position} of {} reserved tokens", self.capacity_tokens());
+        assert!(page >= self.first, "position {position} was given back");
         u64::from(self.ids[page]) * page_size as u64 + (position % page_size) as u64
     }
 
-    /// Whether somebody else holds the page at index `page` too. Panics past the end.
+    /// Whether somebody else holds the page at index `page` too. Panics past the end and where it was given back.
     pub fn is_shared(&self, page: usize) -> bool {
-        self.pages[page].refcount() > 1
+        self.pages[page - self.first].refcount() > 1
     }
 
     /// Whether the page at index `page` must be copied before it is written, if somebody else holds it.
@@ -142,10 +206,14 @@ impl PageTable {
             return;
         }
         self.ids.truncate(keep);
-        self.pool.release(self.pages.drain(keep..));
+        self.pool.release(self.pages.drain(keep.saturating_sub(self.first)..));
+        if keep <= self.first {
+            self.first = keep;
+            self.forget_kept();
+        }
         // A page borrowed further in front is not written yet, nor is anything behind it.
         if self.borrowed.is_none_or(|page| page >= keep) {
-            self.borrowed = (!tokens.is_multiple_of(page_size)).then(|| keep - 1);
+            self.borrowed = (!tokens.is_multiple_of(page_size) && keep > self.first).then(|| keep - 1);
         }
     }
 
@@ -153,10 +221,12 @@ impl PageTable {
     /// borrowed: the new holder copies it before its first write, while this table goes on writing in place.
     pub fn fork(&self, tokens: usize) -> PageTable {
         let page_size = self.pool.page_size();
-        let held = tokens.div_ceil(page_size).min(self.pages.len());
-        let pages = self.pages[..held].iter().map(PageHandle::share).collect();
-        let borrowed = (tokens < held * page_size).then(|| held - 1);
-        PageTable { pool: self.pool.clone(), pages, ids: self.ids[..held].to_vec(), borrowed }
+        let held = tokens.div_ceil(page_size).min(self.ids.len());
+        let first = self.first.min(held);
+        let pages = self.pages[..held - first].iter().map(PageHandle::share).collect();
+        let borrowed = (tokens < held * page_size && first < held).then(|| held - 1);
+        let ids = self.ids[..held].to_vec();
+        PageTable { pool: self.pool.clone(), pages, first, kept: Vec::new(), ids, borrowed }
     }
 }
 

@@ -24,7 +24,7 @@ const CACHED: u32 = 1 << 31;
 const COUNT: u32 = CACHED - 1;
 /// Never a page: the id of a handle whose reference went back in bulk, and what a kernel can be given as an id that it
 /// must not follow.
-const NO_PAGE: u32 = u32::MAX;
+pub const NO_PAGE: u32 = u32::MAX;
 
 /// Books that do not balance: which page or counter is at fault, what is recorded and what was found.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

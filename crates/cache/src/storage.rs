@@ -1,16 +1,19 @@
-//! The bytes of the KV cache: one block of memory, cut into pages; a page holds the keys and values of all layers.
+//! The bytes of the KV cache: a block of memory for each group of layers, cut into pages; a page holds the keys and values of all layers
+//! of its group.
 //!
-//! Does not know who holds a page. A layer's part of a page is `[num_kv_heads]` runs of keys, then values, of one head:
+//! Does not know who holds a page. Layers that look back a window only may be a group with fewer pages of their own. A layer's part of a page is `[num_kv_heads]` runs of keys, then values, of one head:
 //! ```text
 //! page p:  | layer 0: head 0: K slot 0, 1, .. V slot 0, 1, .. | head 1: K .. V .. | .. | layer 1: .. | .. | page p + 1: ..
 //!                     '- page_size · dqk -' '- page_size · dv -'
 //! ```
+//! Where values lie in keys (`HeadShape::values_in_keys`) a head has keys and their scales only.
 //! One step of one layer reads long runs, a page is one run to copy elsewhere, and memory becomes resident a page at a time,
 //! so that large pages of the operating system waste at most one of theirs.
 
 use memmap2::MmapMut;
 use suanpan_base::error::checked_product;
 use suanpan_base::{BadArgument, Buf, DType, HeadShape};
+use suanpan_ledger::kernel::{kv_write_bytes, scale_pair_bytes};
 
 use crate::memory::HostMemory;
 use crate::quant::{self, SCALE_DTYPE};
@@ -31,8 +34,9 @@ pub struct LayerShape {
 impl LayerShape {
     /// Bytes of the keys and values of `tokens` tokens, scales included.
     pub fn bytes(&self, tokens: usize) -> u64 {
-        let scales = 2 * self.scale_bytes() * self.heads.num_kv_heads * tokens;
-        suanpan_ledger::kernel::kv_write_bytes(self.heads, tokens, self.dtype) + scales as u64
+        let scales =
+            scale_pair_bytes(self.heads, self.scale_bytes()) * (self.heads.num_kv_heads * tokens) as u64;
+        kv_write_bytes(self.heads, tokens, self.dtype) + scales
     }
 
     /// Bytes of one scale; 0 for types that are stored without.
@@ -43,31 +47,52 @@ impl LayerShape {
     /// Bytes of the codes or elements of one head in a page of `page_size` tokens.
     fn head_codes(&self, page_size: usize) -> usize {
         let side = |width: usize| self.dtype.bytes_of(page_size * width);
-        let bytes = side(self.heads.head_dim_qk) + side(self.heads.head_dim_v);
+        let bytes = side(width(self.heads, Side::K)) + side(width(self.heads, Side::V));
         bytes.next_multiple_of(self.scale_bytes().max(1))
     }
 
     /// Bytes of one head in a page of `page_size` tokens.
     fn head_bytes(&self, page_size: usize) -> usize {
-        self.head_codes(page_size) + 2 * page_size * self.scale_bytes()
+        self.head_codes(page_size) + page_size * scale_pair_bytes(self.heads, self.scale_bytes()) as usize
     }
+}
+
+/// Layers whose pages have one table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Group {
+    /// Layers that look back to the first token, or all layers.
+    Full,
+    /// Layers that look back a window, where they have pages of their own.
+    Window,
+}
+
+impl Group {
+    /// Both, in order.
+    pub const ALL: [Group; 2] = [Group::Full, Group::Window];
 }
 
 /// Where one layer lies in every page.
 struct Layer {
     shape: LayerShape,
+    group: Group,
     /// Bytes from the start of a page to this layer's keys.
     offset: usize,
 }
 
-/// Keys and values of all layers, `num_pages` pages.
-pub struct KvStorage {
-    layers: Vec<Layer>,
+/// The pages of a group.
+struct Pages {
     /// Zero pages of the operating system: resident only as touched.
     map: MmapMut,
     num_pages: usize,
-    page_size: usize,
     bytes_per_page: usize,
+}
+
+/// Keys and values of all layers.
+pub struct KvStorage {
+    layers: Vec<Layer>,
+    full: Pages,
+    window: Option<Pages>,
+    page_size: usize,
 }
 
 /// Keys or values.
@@ -81,33 +106,78 @@ impl KvStorage {
     /// Zeroed storage for `num_pages` pages of `page_size` tokens in each layer. Memory becomes resident as it is
     /// written. Refused before anything is allocated: zero sizes, sizes that overflow, more than the machine has.
     pub fn new(layers: &[LayerShape], num_pages: usize, page_size: usize) -> Result<KvStorage, BadArgument> {
-        for (field, n) in [("layers", layers.len()), ("num_pages", num_pages), ("page_size", page_size)] {
+        let groups: Vec<_> = layers.iter().map(|&shape| (shape, Group::Full)).collect();
+        KvStorage::grouped(&groups, num_pages, None, page_size)
+    }
+
+    /// The same with layers in groups: `num_pages` pages for those of `Group::Full`, of which there may be none, and `window_pages` for
+    /// those of `Group::Window`.
+    pub fn grouped(
+        layers: &[(LayerShape, Group)],
+        num_pages: usize,
+        window_pages: Option<usize>,
+        page_size: usize,
+    ) -> Result<KvStorage, BadArgument> {
+        let sizes = [("layers", layers.len()), ("num_pages", num_pages), ("page_size", page_size)];
+        for (field, n) in sizes.into_iter().chain(window_pages.map(|n| ("window_pages", n))) {
             if n == 0 {
                 return Err(BadArgument::new(OP, field, n, "at least 1"));
             }
         }
-        let mut placed = Vec::with_capacity(layers.len());
-        for (i, &shape) in layers.iter().enumerate() {
-            placed.push(Layer { shape, offset: bytes_per_page(&layers[..i], page_size)? });
+        if window_pages.is_none() && layers.iter().any(|(_, group)| *group == Group::Window) {
+            return Err(BadArgument::new(OP, "window_pages", "none", "pages for the layers with a window"));
         }
-        let bytes_per_page = bytes_per_page(layers, page_size)?;
-        let bytes = checked_product(OP, "num_pages * bytes_per_page", &[num_pages, bytes_per_page])?;
+        let of = |group, layers: &[(LayerShape, Group)]| -> Vec<LayerShape> {
+            layers.iter().filter(|(_, g)| *g == group).map(|(shape, _)| *shape).collect()
+        };
+        let mut placed = Vec::with_capacity(layers.len());
+        for (i, &(shape, group)) in layers.iter().enumerate() {
+            placed.push(Layer { shape, group, offset: bytes_per_page(&of(group, &layers[..i]), page_size)? });
+        }
+        let full = Pages::new(&of(Group::Full, layers), num_pages, page_size)?;
+        let window =
+            window_pages.map(|n| Pages::new(&of(Group::Window, layers), n, page_size)).transpose()?;
+        let bytes = full.map.len() + window.as_ref().map_or(0, |w| w.map.len());
         refuse_above(bytes, HostMemory::detect().limit_bytes)?;
-        let map = MmapMut::map_anon(bytes).map_err(|error| {
-            BadArgument::new(OP, "bytes", format!("{bytes} (refused: {error})"), available())
-        })?;
-        ask_for_large_pages(&map);
-        Ok(KvStorage { layers: placed, map, num_pages, page_size, bytes_per_page })
+        Ok(KvStorage { layers: placed, full, window, page_size })
     }
 
     /// Bytes of all pages of all layers, touched or not.
     pub fn bytes(&self) -> usize {
-        self.map.len()
+        self.full.map.len() + self.window.as_ref().map_or(0, |w| w.map.len())
     }
 
-    /// Bytes of one page over all layers.
+    /// Bytes of one page over all layers of `Group::Full`.
     pub fn bytes_per_page(&self) -> usize {
-        self.bytes_per_page
+        self.full.bytes_per_page
+    }
+
+    /// The group whose pages hold `layer`.
+    pub fn group(&self, layer: usize) -> Group {
+        self.layers[layer].group
+    }
+
+    /// Pages of the layers with a window, where they have their own.
+    pub fn window_pages(&self) -> Option<usize> {
+        self.window.as_ref().map(|w| w.num_pages)
+    }
+
+    fn pages(&self, group: Group) -> &Pages {
+        match (group, &self.window) {
+            (Group::Window, Some(window)) => window,
+            _ => &self.full,
+        }
+    }
+
+    fn pages_mut(&mut self, group: Group) -> &mut Pages {
+        match (group, &mut self.window) {
+            (Group::Window, Some(window)) => window,
+            _ => &mut self.full,
+        }
+    }
+
+    fn pages_of(&self, layer: usize) -> &Pages {
+        self.pages(self.layers[layer].group)
     }
 
     /// Number of layers.
@@ -115,9 +185,9 @@ impl KvStorage {
         self.layers.len()
     }
 
-    /// Number of pages.
+    /// Number of pages of `Group::Full`.
     pub fn num_pages(&self) -> usize {
-        self.num_pages
+        self.full.num_pages
     }
 
     /// Tokens of a page.
@@ -135,7 +205,7 @@ impl KvStorage {
         self.view(layer, Side::K)
     }
 
-    /// All values of `layer` under `v_strides(layer)`, likewise.
+    /// All values of `layer` under `v_strides(layer)`, likewise; empty where they lie in keys.
     pub fn v(&self, layer: usize) -> Buf<'_> {
         self.view(layer, Side::V)
     }
@@ -155,7 +225,7 @@ impl KvStorage {
         self.scales(layer, Side::K)
     }
 
-    /// Scales of the values of `layer`, likewise.
+    /// Scales of the values of `layer`, likewise; empty where values lie in keys.
     pub fn v_scales(&self, layer: usize) -> Buf<'_> {
         self.scales(layer, Side::V)
     }
@@ -164,61 +234,73 @@ impl KvStorage {
     pub fn scale_strides(&self, layer: usize) -> (usize, usize, usize) {
         let shape = &self.layers[layer].shape;
         let size = shape.scale_bytes().max(1);
-        (1, shape.head_bytes(self.page_size) / size, self.bytes_per_page / size)
+        (1, shape.head_bytes(self.page_size) / size, self.pages_of(layer).bytes_per_page / size)
     }
 
     fn scales(&self, layer: usize, side: Side) -> Buf<'_> {
-        if self.layers[layer].shape.scale_bytes() == 0 {
+        let shape = &self.layers[layer].shape;
+        if shape.scale_bytes() == 0 || width(shape.heads, side) == 0 {
             return Buf::F32(&[]);
         }
-        Buf::Bf16(bytemuck::cast_slice(&self.map[self.scale_offset(layer, side)..]))
+        let bytes = &self.pages_of(layer).map[self.scale_offset(layer, side)..];
+        Buf::Bf16(bytemuck::cast_slice(bytes))
     }
 
     /// Bytes from the start of a page to the first scale of a side.
     fn scale_offset(&self, layer: usize, side: Side) -> usize {
-        let Layer { shape, offset } = &self.layers[layer];
+        let Layer { shape, offset, .. } = &self.layers[layer];
         let keys = offset + shape.head_codes(self.page_size);
         if side == Side::K { keys } else { keys + self.page_size * shape.scale_bytes() }
     }
 
-    /// The bytes of a page, all layers. Panics on an id past the storage.
-    pub fn page(&self, page: u32) -> &[u8] {
-        &self.map[page as usize * self.bytes_per_page..][..self.bytes_per_page]
+    /// The bytes of a page of a group, all its layers. Panics on an id past the storage.
+    pub fn page(&self, group: Group, page: u32) -> &[u8] {
+        let pages = self.pages(group);
+        &pages.map[page as usize * pages.bytes_per_page..][..pages.bytes_per_page]
     }
 
     /// The same, to be filled with the bytes of a page of the same layout.
-    pub fn page_mut(&mut self, page: u32) -> &mut [u8] {
-        &mut self.map[page as usize * self.bytes_per_page..][..self.bytes_per_page]
+    pub fn page_mut(&mut self, group: Group, page: u32) -> &mut [u8] {
+        let pages = self.pages_mut(group);
+        &mut pages.map[page as usize * pages.bytes_per_page..][..pages.bytes_per_page]
     }
 
-    /// Stores new keys `[T, num_kv_heads, head_dim_qk]` and values `[T, num_kv_heads, head_dim_v]`, token `t` at
+    /// Stores new keys `[T, num_kv_heads, head_dim_qk]` and values `[T, num_kv_heads, head_dim_v]` (none where they lie in keys), token `t` at
     /// `slots[t]` (`PageTable::slot`), converted to the layer's type (nearest, ties to even), with scales where it takes them. Returns the bytes
     /// written. Panics, before it writes anything, on lengths that disagree or a slot past the storage: both are faults
     /// of the caller that would otherwise land in another request's tokens.
     pub fn write(&mut self, layer: usize, slots: &[u64], k: &[f32], v: &[f32]) -> u64 {
-        let num_slots = (self.num_pages * self.page_size) as u64;
+        let num_slots = (self.pages_of(layer).num_pages * self.page_size) as u64;
         if let Some(slot) = slots.iter().find(|&&s| s >= num_slots) {
             panic!("slot {slot} of {num_slots}");
         }
         let shape = self.layers[layer].shape;
         let heads = shape.heads;
         let kv_heads = heads.num_kv_heads;
-        assert_eq!(k.len(), slots.len() * kv_heads * heads.head_dim_qk, "keys of {} tokens", slots.len());
-        assert_eq!(v.len(), slots.len() * kv_heads * heads.head_dim_v, "values of {} tokens", slots.len());
+        assert_eq!(k.len(), slots.len() * kv_heads * width(heads, Side::K), "keys of {} tokens", slots.len());
+        assert_eq!(
+            v.len(),
+            slots.len() * kv_heads * width(heads, Side::V),
+            "values of {} tokens",
+            slots.len()
+        );
         self.scatter(layer, Side::K, slots, k);
-        self.scatter(layer, Side::V, slots, v);
+        if !heads.values_in_keys {
+            self.scatter(layer, Side::V, slots, v);
+        }
         shape.bytes(slots.len())
     }
 
-    /// Copies a page whole, scales and all. Panics on an id past the storage.
-    pub fn copy_page(&mut self, from: u32, to: u32) {
-        let at = |page: u32| page as usize * self.bytes_per_page;
-        self.map.copy_within(at(from)..at(from) + self.bytes_per_page, at(to));
+    /// Copies a page of a group whole, scales and all. Panics on an id past the storage.
+    pub fn copy_page(&mut self, group: Group, from: u32, to: u32) {
+        let Pages { map, bytes_per_page, .. } = self.pages_mut(group);
+        let at = |page: u32| page as usize * *bytes_per_page;
+        map.copy_within(at(from)..at(from) + *bytes_per_page, at(to));
     }
 
     /// Bytes from the start of a page to the first element of a side.
     fn offset(&self, layer: usize, side: Side) -> usize {
-        let Layer { shape, offset } = &self.layers[layer];
+        let Layer { shape, offset, .. } = &self.layers[layer];
         match side {
             Side::K => *offset,
             Side::V => offset + shape.dtype.bytes_of(self.page_size * shape.heads.head_dim_qk),
@@ -228,11 +310,16 @@ impl KvStorage {
     fn strides(&self, layer: usize, side: Side) -> (usize, usize, usize) {
         let shape = &self.layers[layer].shape;
         let elements = |bytes: usize| bytes * 8 / shape.dtype.bits();
-        (width(shape.heads, side), elements(shape.head_bytes(self.page_size)), elements(self.bytes_per_page))
+        (
+            width(shape.heads, side),
+            elements(shape.head_bytes(self.page_size)),
+            elements(self.pages_of(layer).bytes_per_page),
+        )
     }
 
     fn view(&self, layer: usize, side: Side) -> Buf<'_> {
-        let bytes = &self.map[self.offset(layer, side)..];
+        let (map, held) = (&self.pages_of(layer).map, width(self.layers[layer].shape.heads, side) > 0);
+        let bytes = if held { &map[self.offset(layer, side)..] } else { &map[..0] };
         match self.layers[layer].shape.dtype {
             DType::F32 => Buf::F32(bytemuck::cast_slice(bytes)),
             DType::Bf16 => Buf::Bf16(bytemuck::cast_slice(bytes)),
@@ -245,7 +332,7 @@ impl KvStorage {
     }
 
     fn scatter(&mut self, layer: usize, side: Side, slots: &[u64], rows: &[f32]) {
-        let shape = self.layers[layer].shape;
+        let Layer { shape, group, .. } = self.layers[layer];
         let place = Place {
             strides: self.strides(layer, side),
             page_size: self.page_size,
@@ -256,9 +343,10 @@ impl KvStorage {
         if shape.dtype.is_code() {
             let scales = self.scale_offset(layer, side) - offset;
             let place = place.in_bytes(shape.dtype);
-            return scatter_codes(&mut self.map[offset..], &place, slots, rows, shape.dtype, scales);
+            let bytes = &mut self.pages_mut(group).map[offset..];
+            return scatter_codes(bytes, &place, slots, rows, shape.dtype, scales);
         }
-        let bytes = &mut self.map[offset..];
+        let bytes = &mut self.pages_mut(group).map[offset..];
         match shape.dtype {
             DType::F32 => {
                 scatter(bytemuck::cast_slice_mut(bytes), &place, slots, rows, |to: &mut [f32], from| {
@@ -271,9 +359,24 @@ impl KvStorage {
     }
 }
 
+impl Pages {
+    fn new(layers: &[LayerShape], num_pages: usize, page_size: usize) -> Result<Pages, BadArgument> {
+        let bytes_per_page = bytes_per_page(layers, page_size)?;
+        let bytes = checked_product(OP, "num_pages * bytes_per_page", &[num_pages, bytes_per_page])?;
+        refuse_above(bytes, HostMemory::detect().limit_bytes)?;
+        let map = MmapMut::map_anon(bytes).map_err(|error| {
+            BadArgument::new(OP, "bytes", format!("{bytes} (refused: {error})"), available())
+        })?;
+        ask_for_large_pages(&map);
+        Ok(Pages { map, num_pages, bytes_per_page })
+    }
+}
+
+/// Elements stored of a token and kv head.
 fn width(heads: HeadShape, side: Side) -> usize {
     match side {
         Side::K => heads.head_dim_qk,
+        Side::V if heads.values_in_keys => 0,
         Side::V => heads.head_dim_v,
     }
 }
@@ -360,9 +463,6 @@ pub fn bytes_per_page(layers: &[LayerShape], page_size: usize) -> Result<usize, 
 /// Bytes of a layer's part of a page.
 fn page_bytes(layer: &LayerShape, page_size: usize) -> Result<usize, BadArgument> {
     let heads = layer.heads;
-    if heads.values_in_keys {
-        return Err(BadArgument::new(OP, "values_in_keys", true, "false: pages of keys beside values"));
-    }
     let width = heads.head_dim_qk.checked_add(heads.head_dim_v);
     let width = width.ok_or_else(|| BadArgument::new(OP, "head_dim", "past 2^64", "below 2^63"))?;
     // Room for every type and its scales: what follows cannot overflow.

@@ -3,7 +3,7 @@
 use half::bf16;
 use proptest::prelude::*;
 use suanpan_base::{Buf, DType, HeadShape};
-use suanpan_cache::{KvStorage, LayerShape, PagePool, PageTable};
+use suanpan_cache::{Group, KvStorage, LayerShape, PagePool, PageTable};
 
 fn shape(num_kv_heads: usize, head_dim_qk: usize, head_dim_v: usize, dtype: DType) -> LayerShape {
     let heads = HeadShape::with_widths(num_kv_heads, num_kv_heads, head_dim_qk, head_dim_v);
@@ -113,6 +113,37 @@ fn sizes_are_exact_and_new_storage_is_zero() {
     assert!((0..storage.v(1).len()).all(|i| storage.v(1).get(i) == 0.0));
 }
 
+/// Latent attention stores a key that holds its value: no byte for values, one scale a token.
+#[test]
+fn keys_that_hold_their_values_take_no_room_for_values() {
+    let heads = HeadShape::latent(16, 6, 4);
+    for (dtype, token_bytes) in [(DType::Bf16, 12), (DType::I8, 8)] {
+        let layer = LayerShape { heads, dtype };
+        let mut storage = KvStorage::new(&[layer, layer], 3, 4).unwrap();
+        assert_eq!((layer.bytes(10), storage.bytes_per_page()), (10 * token_bytes, 2 * 64));
+        let slots = [9, 2];
+        let rows: Vec<f32> = (1..=12).map(|i| i as f32).collect();
+        assert_eq!(storage.write(1, &slots, &rows, &[]), 2 * token_bytes);
+        assert!(storage.v(1).is_empty() && storage.v(1).dtype() == dtype && storage.v_scales(1).is_empty());
+        let scale = |page: usize, slot: usize| match dtype {
+            DType::I8 => storage.k_scales(1).get(page * storage.scale_strides(1).2 + slot),
+            _ => 1.0,
+        };
+        for (row, (page, slot)) in rows.chunks(6).zip([(2, 1), (0, 2)]) {
+            for (dim, want) in row.iter().enumerate() {
+                let found = at(storage.k(1), storage.k_strides(1), page, 0, slot, dim) * scale(page, slot);
+                assert!(
+                    (found - want).abs() <= 0.51 * scale(page, slot) * f32::from(u8::from(dtype.is_code())),
+                    "{found} for {want}"
+                );
+            }
+        }
+        let other = storage.k(0);
+        let strides = storage.k_strides(0);
+        assert!((0..3 * 4).all(|i| (0..6).all(|d| at(other, strides, i / 4, 0, i % 4, d) == 0.0)));
+    }
+}
+
 #[test]
 fn impossible_storage_is_refused_before_it_is_allocated() {
     let layer = shape(8, 128, 128, DType::Bf16);
@@ -219,8 +250,8 @@ fn c23_a_copied_page_keeps_its_own_scales() {
             storage.write(layer, &[slot], &row, &row);
         }
     }
-    storage.copy_page(1, 3);
-    assert_eq!(storage.page(1), storage.page(3));
+    storage.copy_page(Group::Full, 1, 3);
+    assert_eq!(storage.page(Group::Full, 1), storage.page(Group::Full, 3));
     let (strides, scales) = (storage.scale_strides(2), storage.v_scales(2));
     for slot in 0..4 {
         let found = at(storage.v(2), storage.v_strides(2), 3, 1, slot, 7)

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use suanpan_base::{DType, HeadShape};
 use suanpan_cache::LayerShape;
 use suanpan_cache::tier::{
-    Digest, DiskStore, Fetched, Layout, ObjectFault, PageName, Store, Tier, TierOptions, decode, encode,
+    Digest, DiskStore, Fetched, Layout, MemoryStore, ObjectFault, PageName, Store, Tier, TierOptions, decode,
+    encode,
 };
 
 const PAGE: usize = 4;
@@ -311,4 +312,54 @@ fn a_folder_is_consistent_after_kill_9() {
         assert_eq!(whole, stored.len());
     }
     std::fs::remove_dir_all(path).unwrap();
+}
+
+/// What API keys and salts are called in the tier must be the same after a restart, and nobody else's to read.
+#[test]
+fn a_folders_secret_is_kept_and_another_folder_has_another() {
+    let folder =
+        |name: &str| std::env::temp_dir().join(format!("suanpan-secret-{name}-{}", std::process::id()));
+    let (a, b) = (folder("a"), folder("b"));
+    let secret = |f: &std::path::Path| suanpan_cache::tier::folder_secret(Some(f)).unwrap();
+    let first = secret(&a);
+    assert_eq!(first, secret(&a));
+    assert_ne!(first, secret(&b));
+    let none = || suanpan_cache::tier::folder_secret(None).unwrap();
+    assert_ne!(none(), none());
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        assert_eq!(std::fs::metadata(a.join("secret")).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+    std::fs::write(a.join("secret"), b"short").unwrap();
+    assert!(suanpan_cache::tier::folder_secret(Some(&a)).is_err(), "a broken one is not replaced in silence");
+    for folder in [a, b] {
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+}
+
+/// Host memory in front of a store: the least recently used goes, what is below comes back, damage is found there as anywhere.
+#[test]
+fn host_memory_keeps_what_was_used_last_and_is_believed_no_more_than_a_disk() {
+    let layout = layout(1, DType::Bf16);
+    let names = names(&layout, 1, 4);
+    let objects: Vec<Vec<u8>> = names.iter().map(|n| encode(&layout, n, &page_of(&layout, n))).collect();
+    let store = MemoryStore::new(2 * objects[0].len() as u64, None);
+    for (name, object) in names.iter().zip(&objects).take(2) {
+        store.write(&name.digest, object).unwrap();
+    }
+    store.read(&names[0].digest).unwrap();
+    store.write(&names[2].digest, &objects[2]).unwrap();
+    let there = |i: usize| store.is_near(&names[i].digest);
+    assert_eq!([there(0), there(1), there(2)], [true, false, true]);
+    assert_eq!(store.bytes(), 2 * objects[0].len() as u64);
+    assert_eq!(store.list().unwrap().len(), 2);
+    let mut damaged = objects[0].clone();
+    damaged[200] ^= 4;
+    store.write(&names[0].digest, &damaged).unwrap();
+    let options = TierOptions { capacity_bytes: 1 << 20, staging_bytes: 1 << 20 };
+    let tier = Tier::new(layout.clone(), Box::new(store.clone()), options).unwrap();
+    assert_eq!(fetch(&tier, &names[..1]).pages.len(), 0);
+    until("the damaged object is gone", || tier.books().faults == 1);
+    assert!(!store.is_near(&names[0].digest));
 }

@@ -285,11 +285,15 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Copies `host` to byte offset `offset`. Panics past the end.
+    /// Copies `host` to byte offset `offset`; the bytes are there when it returns. Panics past the end.
     pub fn write<T: Copy>(&self, offset: usize, host: &[T]) -> Result<(), Error> {
         assert!(offset + size_of_val(host) <= self.bytes);
-        // SAFETY: the range was just checked; plain data is copied.
-        unsafe { result::memcpy_htod_sync(self.address + offset as u64, host) }.map_err(call("cuMemcpyHtoD"))
+        // cuMemcpyHtoD returns once pageable memory has been read, maybe before it has arrived, and streams of one's own do not wait for it.
+        // SAFETY: the range was just checked; plain data is copied. The default stream always exists.
+        unsafe {
+            result::memcpy_htod_sync(self.address + offset as u64, host).map_err(call("cuMemcpyHtoD"))?;
+            result::stream::synchronize(std::ptr::null_mut()).map_err(call("cuStreamSynchronize"))
+        }
     }
 
     /// Copies `len` numbers from byte offset `offset`. Panics past the end.

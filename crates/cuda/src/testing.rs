@@ -163,6 +163,9 @@ pub fn reference_scores<'a>(
     let weigh = |products: &mut dyn Iterator<Item = f64>| {
         let scores: Vec<f64> = keys.iter().zip(products).map(|(j, x)| change(*j, x)).collect();
         let max = scores.iter().copied().fold(sink, f64::max);
+        if max == f64::NEG_INFINITY {
+            return (vec![0.0; keys.len()], max); // a bias took every key away
+        }
         let mut p: Vec<f64> = scores.iter().map(|x| (x - max).exp()).collect();
         let sum: f64 = p.iter().sum::<f64>() + (sink - max).exp();
         p.iter_mut().for_each(|x| *x /= sum);
@@ -197,7 +200,7 @@ pub struct Errors {
 impl Errors {
     pub fn add_row(&mut self, dtype: Dtype, o: &[f32], lse: f32, r: &RowResult) {
         for ((x, exact), plain) in o.iter().zip(&r.oracle).zip(&r.plain) {
-            if !x.is_finite() {
+            if !x.is_finite() || !exact.is_finite() || !plain.is_finite() {
                 self.not_finite += 1;
                 continue;
             }
@@ -206,7 +209,9 @@ impl Errors {
             let rounded = f64::from(from_bits(dtype, to_bits(dtype, *exact as f32)));
             self.rounding = self.rounding.max((rounded - exact).abs());
         }
-        if r.lse == f64::NEG_INFINITY {
+        if r.lse.is_nan() {
+            self.not_finite += 1;
+        } else if r.lse == f64::NEG_INFINITY {
             self.not_finite += usize::from(lse != f32::NEG_INFINITY);
         } else if lse.is_finite() {
             self.lse = self.lse.max((f64::from(lse) - r.lse).abs() / r.lse.abs().max(1.0));

@@ -6,7 +6,7 @@ use std::io::Read;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use suanpan_engine::{DiskOptions, Engine, EngineOptions, Event, Request, SamplingParams};
+use suanpan_engine::{Engine, EngineOptions, Event, LowerTiers, Request, SamplingParams};
 use suanpan_model::{LoadOptions, Model, load};
 
 type Failure = Box<dyn std::error::Error>;
@@ -18,6 +18,7 @@ fn engine(model: &Arc<Model>, dtype: &str, tokens: usize) -> Result<Engine, Fail
         max_num_seqs: 1,
         kv_cache_memory_bytes: None,
         num_pages_override: Some((tokens + 64).div_ceil(16) * 2),
+        window_groups: false,
         ..EngineOptions::default()
     };
     Ok(Engine::new(Arc::clone(model), options)?)
@@ -63,8 +64,13 @@ fn main() -> Result<(), Failure> {
     }
     prompt.truncate(tokens);
     let folder = std::env::temp_dir().join(format!("suanpan-ttft-{}", std::process::id()));
-    let disk = DiskOptions { folder: folder.clone(), capacity_bytes: 8 << 30, staging_bytes: 2 << 30 };
-    let mut first = engine(&model, dtype, tokens)?.with_disk(&disk)?;
+    let disk = LowerTiers {
+        folder: Some(folder.clone()),
+        disk_bytes: 8 << 30,
+        host_bytes: 0,
+        staging_bytes: 2 << 30,
+    };
+    let mut first = engine(&model, dtype, tokens)?.with_lower_tiers(&disk)?;
     let (cold, _, answer) = first_token(&mut first, &prompt)?;
     let mut warm = Duration::MAX;
     for _ in 0..3 {
@@ -75,7 +81,7 @@ fn main() -> Result<(), Failure> {
     drop(first); // and with it what still waits to be written
     let mut reloaded = Duration::MAX;
     for _ in 0..3 {
-        let mut next = engine(&model, dtype, tokens)?.with_disk(&disk)?;
+        let mut next = engine(&model, dtype, tokens)?.with_lower_tiers(&disk)?;
         let (took, cached, token) = first_token(&mut next, &prompt)?;
         println!("reloaded: {cached} tokens from disk, the same token: {}", token == answer);
         reloaded = reloaded.min(took);

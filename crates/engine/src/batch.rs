@@ -1,5 +1,6 @@
 //! From the scheduler's plan to the executor's batch, and which logit row belongs to whom.
 
+use suanpan_cache::NO_PAGE;
 use suanpan_model::forward::{LogitRows, StepBatch, StepSeq};
 
 use crate::scheduler::{Chunk, Scheduler};
@@ -10,9 +11,6 @@ pub(crate) struct Row {
     pub chunk: usize,
     pub position: usize,
 }
-
-/// An id that no pool has: entries past a sequence's pages must never be followed.
-const NO_PAGE: u32 = u32::MAX;
 
 /// Fills `batch` and `rows` for `chunks`; `logits` says which rows a chunk needs.
 pub(crate) fn fill(
@@ -41,6 +39,10 @@ pub(crate) fn fill(
         });
         batch.page_table.extend_from_slice(&ids[..pages(chunk)]);
         batch.page_table.resize((i + 1) * batch.page_table_stride, NO_PAGE);
+        if let Some(ids) = scheduler.window_ids(chunk.key) {
+            batch.window_table.extend_from_slice(&ids[..pages(chunk)]);
+            batch.window_table.resize((i + 1) * batch.page_table_stride, NO_PAGE);
+        }
         let first = end - wanted.count(chunk.extend_len);
         rows.extend((first..end).map(|position| Row { chunk: i, position }));
     }

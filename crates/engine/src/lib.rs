@@ -23,11 +23,12 @@ mod tiers;
 
 pub use door::Door;
 pub use handle::{EngineHandle, HandleOptions, Shutdown, SubmitError};
-pub use options::{DEFAULT_MAX_MODEL_LEN, EngineOptions, KvSizing};
+pub use options::{DEFAULT_MAX_MODEL_LEN, EngineOptions, KvSizing, WindowSizing};
 pub use params::SamplingParams;
 pub use request::{Event, FinishReason, Request, RequestBooks, RequestError, RequestKey, StopReason};
 pub use runner::StepModel;
 pub use stats::{EngineStats, Totals};
 pub use step::Engine;
 pub use stream::{Stream, TimedOut};
-pub use tiers::DiskOptions;
+pub use suanpan_cache::tier::folder_secret;
+pub use tiers::LowerTiers;

@@ -17,6 +17,8 @@ const OP: &str = "engine";
 pub const DEFAULT_MAX_MODEL_LEN: usize = 131_072;
 /// Full-length requests that the default KV cache holds, if a quarter of memory allows.
 const DEFAULT_FULL_REQUESTS: usize = 4;
+/// Most pages that only name tokens: their records are memory, too.
+const MAX_NAMES: usize = 1 << 24;
 /// Memory assumed where the system does not tell.
 const ASSUMED_MEMORY_BYTES: u64 = 8 << 30;
 
@@ -44,6 +46,11 @@ pub struct EngineOptions {
     pub kv_cache_memory_bytes: Option<u64>,
     /// Pages of the KV cache instead of bytes (`--num-gpu-blocks-override`).
     pub num_pages_override: Option<usize>,
+    /// Layers with a window have pages of their own, given back as soon as no token looks back to them. Without effect on models
+    /// without such layers, or where the window is as long as the longest request.
+    pub window_groups: bool,
+    /// Pages of those layers. `None`: for two windows of each request that runs at once, at most as many as the other layers have.
+    pub window_pages: Option<usize>,
     /// Threads of the model; 0 is one for each core.
     pub threads: usize,
     /// How weights are multiplied.
@@ -74,6 +81,8 @@ impl Default for EngineOptions {
             batch_invariant: false,
             kv_cache_memory_bytes: None,
             num_pages_override: None,
+            window_groups: true,
+            window_pages: None,
             threads: 0,
             precision: Precision::Int16,
             enable_prefix_caching: true,
@@ -85,6 +94,19 @@ impl Default for EngineOptions {
     }
 }
 
+/// Pages of layers that look back a window only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowSizing {
+    /// Pages.
+    pub num_pages: usize,
+    /// Bytes of a page, all these layers.
+    pub bytes_per_page: u64,
+    /// How far the widest of them looks back, the current token included.
+    pub window: usize,
+    /// How many layers these are.
+    pub num_layers: usize,
+}
+
 /// The size of a KV cache and where it comes from. `Display` is a line for the start report.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvSizing {
@@ -92,8 +114,10 @@ pub struct KvSizing {
     pub num_pages: usize,
     /// Tokens of a page.
     pub page_size: usize,
-    /// Bytes of a page, all layers.
+    /// Bytes of a page, all layers but those of `window`.
     pub bytes_per_page: u64,
+    /// The layers with a window, where they have pages of their own.
+    pub window: Option<WindowSizing>,
     /// Longest request, prompt and output.
     pub max_model_len: usize,
     /// Why this many pages.
@@ -103,7 +127,8 @@ pub struct KvSizing {
 impl KvSizing {
     /// Bytes of the whole cache when every page has been used.
     pub fn bytes(&self) -> u64 {
-        self.num_pages as u64 * self.bytes_per_page
+        let window = self.window.map_or(0, |w| w.num_pages as u64 * w.bytes_per_page);
+        self.num_pages as u64 * self.bytes_per_page + window
     }
 
     /// Tokens it holds.
@@ -126,7 +151,11 @@ impl fmt::Display for KvSizing {
             self.bytes_per_page / self.page_size as u64,
             self.reason,
             self.max_model_len,
-        )
+        )?;
+        self.window.map_or(Ok(()), |w| {
+            let (pages, layers, window) = (w.num_pages, w.num_layers, w.window);
+            write!(f, "; {pages} pages more for {layers} layers with a window of {window}")
+        })
     }
 }
 
@@ -167,10 +196,23 @@ impl EngineOptions {
         }
         let spared = self.kv_cache_dtype_skip_layers;
         let dtype = |layer| spared.stored(self.kv_cache_dtype, layer);
-        let layers: Vec<LayerShape> =
-            (0..config.layers.len()).map(|i| LayerShape { heads: config.heads, dtype: dtype(i) }).collect();
-        let bytes_per_page = suanpan_cache::bytes_per_page(&layers, self.page_size)? as u64;
-        let (num_pages, reason) = self.pages(model_max, bytes_per_page, memory)?;
+        let shape = |layer| LayerShape { heads: config.heads, dtype: dtype(layer) };
+        let window = self.window_of(config);
+        let of = |windowed: bool| {
+            let layers = config.layers.iter().enumerate();
+            let layers = layers.filter(|(_, l)| (window.is_some() && l.window.is_some()) == windowed);
+            let layers: Vec<LayerShape> = layers.map(|(i, _)| shape(i)).collect();
+            suanpan_cache::bytes_per_page(&layers, self.page_size).map(|bytes| (bytes as u64, layers.len()))
+        };
+        let (bytes_per_page, (window_bytes, num_layers)) = (of(false)?.0, of(true)?);
+        let (num_pages, window_pages, reason) =
+            self.group_pages(model_max, (bytes_per_page, window_bytes), window, memory)?;
+        let window = window.map(|window| WindowSizing {
+            num_pages: window_pages,
+            bytes_per_page: window_bytes,
+            window,
+            num_layers,
+        });
         let tokens = checked_product(OP, "num_pages * block_size", &[num_pages, self.page_size])?;
         let max_model_len = match self.max_model_len {
             Some(asked) if asked > tokens => {
@@ -184,13 +226,58 @@ impl EngineOptions {
             Some(asked) => asked,
             None => model_max.min(DEFAULT_MAX_MODEL_LEN).min(tokens),
         };
-        Ok(KvSizing { num_pages, page_size: self.page_size, bytes_per_page, max_model_len, reason })
+        Ok(KvSizing { num_pages, page_size: self.page_size, bytes_per_page, window, max_model_len, reason })
     }
 
+    /// The widest window, where layers with one are to have pages of their own and a request can be longer than it.
+    fn window_of(&self, config: &ModelConfig) -> Option<usize> {
+        let window = config.layers.iter().filter_map(|layer| layer.window).max()?;
+        let longest = self.max_model_len.unwrap_or(config.max_position_embeddings.min(DEFAULT_MAX_MODEL_LEN));
+        (self.window_groups && window.saturating_add(4 * self.page_size) < longest).then_some(window)
+    }
+
+    /// Pages of the two groups of layers, whose pages have so many bytes. Where no layer looks back to the first token, pages of the
+    /// first group cost nothing: they only name what is cached.
+    fn group_pages(
+        &self,
+        model_max: usize,
+        (full, windowed): (u64, u64),
+        window: Option<usize>,
+        memory: HostMemory,
+    ) -> Result<(usize, usize, String), BadArgument> {
+        let Some(window) = window else {
+            let (pages, reason) = self.pages(model_max, full, 0, memory)?;
+            return Ok((pages, 0, reason));
+        };
+        // A request holds its window, a chunk being computed, and a cached prefix's window it started from.
+        let one = window.div_ceil(self.page_size) + 4;
+        let chunk = self.max_num_batched_tokens.div_ceil(self.page_size);
+        let wanted = one.saturating_mul(2).saturating_mul(self.max_num_seqs.max(1)).saturating_add(chunk);
+        let together = self.pages(model_max, full + windowed, 0, memory)?;
+        let window_pages = self.window_pages.unwrap_or(wanted.min(together.0));
+        if window_pages < one.min(together.0) {
+            let supported = format!("at least {}: one window of {window} tokens", one.min(together.0));
+            return Err(BadArgument::new(OP, "kv_window_pages", window_pages, supported));
+        }
+        let reserved = (window_pages as u64).saturating_mul(windowed);
+        let (pages, reason) = match full {
+            0 => {
+                let len = self.max_model_len.unwrap_or(model_max.min(DEFAULT_MAX_MODEL_LEN));
+                let names = len.div_ceil(self.page_size).saturating_mul(DEFAULT_FULL_REQUESTS);
+                let names = self.num_pages_override.unwrap_or(names.max(window_pages.saturating_mul(4)));
+                (names.min(MAX_NAMES), together.1)
+            }
+            _ => self.pages(model_max, full, reserved, memory)?,
+        };
+        Ok((pages, window_pages, reason))
+    }
+
+    /// Pages of `page_bytes`, where `reserved` bytes of what there is go elsewhere.
     fn pages(
         &self,
         model_max: usize,
         page_bytes: u64,
+        reserved: u64,
         memory: HostMemory,
     ) -> Result<(usize, String), BadArgument> {
         match (self.num_pages_override, self.kv_cache_memory_bytes) {
@@ -200,15 +287,15 @@ impl EngineOptions {
             }
             (Some(0), None) => Err(BadArgument::new(OP, "num_gpu_blocks_override", 0, "at least 1 page")),
             (Some(pages), None) => Ok((pages, "pages as asked".into())),
-            (None, Some(bytes)) if bytes < page_bytes => {
-                let supported = format!("at least one page = {page_bytes} bytes");
+            (None, Some(bytes)) if bytes < reserved.saturating_add(page_bytes) => {
+                let supported = format!("at least one page = {} bytes", reserved.saturating_add(page_bytes));
                 Err(BadArgument::new(OP, "kv_cache_memory_bytes", bytes, supported))
             }
             (None, Some(bytes)) => {
-                let pages = usize::try_from(bytes / page_bytes).unwrap_or(usize::MAX);
+                let pages = usize::try_from((bytes - reserved) / page_bytes).unwrap_or(usize::MAX);
                 Ok((pages, format!("{bytes} bytes as asked")))
             }
-            (None, None) => self.default_pages(model_max, page_bytes, memory),
+            (None, None) => self.default_pages(model_max, page_bytes, reserved, memory),
         }
     }
 
@@ -216,11 +303,12 @@ impl EngineOptions {
         &self,
         model_max: usize,
         page_bytes: u64,
+        reserved: u64,
         memory: HostMemory,
     ) -> Result<(usize, String), BadArgument> {
         let limit = memory.limit_bytes.unwrap_or(ASSUMED_MEMORY_BYTES);
         let pages_in = |bytes: u64| usize::try_from(bytes / page_bytes).unwrap_or(usize::MAX);
-        let quarter = pages_in(limit / 4).max(1);
+        let quarter = pages_in((limit / 4).saturating_sub(reserved)).max(1);
         let len = self.max_model_len.unwrap_or(model_max.min(DEFAULT_MAX_MODEL_LEN));
         let one = len.div_ceil(self.page_size);
         let requests = self.max_num_seqs.clamp(1, DEFAULT_FULL_REQUESTS);
@@ -232,7 +320,7 @@ impl EngineOptions {
             return Ok((quarter, format!("a quarter of {} MiB of memory", limit >> 20)));
         }
         // A length asked for by name is honoured past the quarter, but not past what can ever be resident.
-        let most = pages_in(limit / 10 * 9);
+        let most = pages_in((limit / 10 * 9).saturating_sub(reserved));
         if one > most {
             let asked = format!(
                 "{len} tokens ({} MiB of keys and values)",
@@ -254,7 +342,7 @@ mod tests {
     const MEMORY: HostMemory = HostMemory { limit_bytes: Some(16 << 30), available_bytes: None };
 
     fn size(change: impl Fn(&mut EngineOptions)) -> Result<KvSizing, BadArgument> {
-        let mut opts = EngineOptions::default();
+        let mut opts = EngineOptions { window_groups: false, ..EngineOptions::default() };
         change(&mut opts);
         opts.size_kv(&recall::config(), MEMORY)
     }
@@ -274,9 +362,9 @@ mod tests {
             (DEFAULT_MAX_MODEL_LEN, 4 * DEFAULT_MAX_MODEL_LEN)
         );
         assert!(sizing.to_string().contains("4.0 requests of max_model_len = 131072"), "{sizing}");
-        let small = EngineOptions::default()
-            .size_kv(&recall::config(), HostMemory { limit_bytes: Some(256 << 20), available_bytes: None })
-            .unwrap();
+        let few = HostMemory { limit_bytes: Some(256 << 20), available_bytes: None };
+        let plain = EngineOptions { window_groups: false, ..EngineOptions::default() };
+        let small = plain.size_kv(&recall::config(), few).unwrap();
         assert!(small.bytes() <= 64 << 20);
         assert_eq!(small.max_model_len, small.tokens().min(DEFAULT_MAX_MODEL_LEN));
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use suanpan_cache::{KvStorage, LayerShape};
+use suanpan_cache::{Group, KvStorage, LayerShape};
 use suanpan_ledger::AttnBooks;
 use suanpan_model::forward::{ExecOptions, Executor, StepBatch, StepSeq};
 use suanpan_model::{Model, ModelError};
@@ -15,12 +15,12 @@ pub(crate) const MAX_LOGIT_ROWS: usize = suanpan_model::forward::MAX_LOGIT_ROWS;
 
 /// Runs steps over a KV cache of its own. Simulators and fault-injection tests bring theirs.
 pub trait StepModel: Send {
-    /// Copies the pages `(from, to)`, in order, before the next step writes.
-    fn copy_pages(&mut self, copies: &[(u32, u32)]) -> Result<(), ModelError>;
-    /// The bytes of a page, all layers.
-    fn page(&self, page: u32) -> &[u8];
+    /// Copies the pages `(from, to)` of a group of layers, in order, before the next step writes.
+    fn copy_pages(&mut self, group: Group, copies: &[(u32, u32)]) -> Result<(), ModelError>;
+    /// The bytes of a page, all layers of its group.
+    fn page(&self, group: Group, page: u32) -> &[u8];
     /// The same, to be filled with a page of the same layout.
-    fn page_mut(&mut self, page: u32) -> &mut [u8];
+    fn page_mut(&mut self, group: Group, page: u32) -> &mut [u8];
     /// Computes the batch's new tokens.
     fn step(&mut self, batch: &StepBatch) -> Result<(), ModelError>;
     /// Logits `[rows, vocab_size]` of some logit rows of the last step; at most 64 at once.
@@ -55,7 +55,12 @@ impl Resident {
             page_size: sizing.page_size,
         };
         let executor = Executor::new(Arc::clone(model), exec)?;
-        let storage = KvStorage::new(&executor.kv_layers(), sizing.num_pages, sizing.page_size)?;
+        let windowed = |i: usize| sizing.window.is_some() && model.config.layers[i].window.is_some();
+        let group = |i| if windowed(i) { Group::Window } else { Group::Full };
+        let layers: Vec<_> =
+            executor.kv_layers().into_iter().enumerate().map(|(i, shape)| (shape, group(i))).collect();
+        let window_pages = sizing.window.map(|w| w.num_pages);
+        let storage = KvStorage::grouped(&layers, sizing.num_pages, window_pages, sizing.page_size)?;
         Ok(Resident { executor, storage })
     }
 
@@ -76,17 +81,17 @@ impl Resident {
 }
 
 impl StepModel for Resident {
-    fn copy_pages(&mut self, copies: &[(u32, u32)]) -> Result<(), ModelError> {
-        copies.iter().for_each(|&(from, to)| self.storage.copy_page(from, to));
+    fn copy_pages(&mut self, group: Group, copies: &[(u32, u32)]) -> Result<(), ModelError> {
+        copies.iter().for_each(|&(from, to)| self.storage.copy_page(group, from, to));
         Ok(())
     }
 
-    fn page(&self, page: u32) -> &[u8] {
-        self.storage.page(page)
+    fn page(&self, group: Group, page: u32) -> &[u8] {
+        self.storage.page(group, page)
     }
 
-    fn page_mut(&mut self, page: u32) -> &mut [u8] {
-        self.storage.page_mut(page)
+    fn page_mut(&mut self, group: Group, page: u32) -> &mut [u8] {
+        self.storage.page_mut(group, page)
     }
 
     fn step(&mut self, batch: &StepBatch) -> Result<(), ModelError> {

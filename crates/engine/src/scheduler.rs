@@ -15,15 +15,20 @@
 use std::collections::VecDeque;
 
 use suanpan_base::BadArgument;
-use suanpan_cache::{
-    CacheBooks, EvictionPolicy, Hit, Imbalance, OutOfPages, PageCopy, PagePool, PrefixCache,
-};
+use suanpan_cache::{CacheBooks, EvictionPolicy, Group, Imbalance, PageCopy, PagePool, PrefixCache};
 
 use crate::request::{Event, RequestKey};
 use crate::sequence::Seq;
 pub use crate::sequence::{Closed, SeqSpec};
 
+mod admit;
+mod room;
 mod sharing;
+mod windows;
+
+pub use admit::check_fits;
+use room::Room;
+pub use windows::WindowGroup;
 
 const OP: &str = "scheduler";
 
@@ -112,6 +117,8 @@ pub struct Schedule {
     pub preempted: Vec<RequestKey>,
     /// Pages to copy, (from, to), before anything is computed; then [`Scheduler::copied`].
     pub copies: Vec<(u32, u32)>,
+    /// The same of the layers with a window, where they have pages of their own.
+    pub window_copies: Vec<(u32, u32)>,
     /// How many running requests wait for a page.
     pub stalled: usize,
 }
@@ -127,6 +134,7 @@ impl Schedule {
         self.admitted.clear();
         self.preempted.clear();
         self.copies.clear();
+        self.window_copies.clear();
         self.stalled = 0;
     }
 }
@@ -148,24 +156,17 @@ pub struct SchedulerTotals {
 pub struct Scheduler {
     opts: SchedulerOptions,
     pool: PagePool,
+    window: Option<WindowGroup>,
     prefix: PrefixCache,
     /// In order of arrival.
     running: Vec<Seq>,
     /// In order of arrival.
     waiting: VecDeque<Seq>,
     /// Copies of the schedule under way: they keep their sources from being handed out.
-    copying: Vec<PageCopy>,
+    copying: Vec<(Group, PageCopy)>,
     /// Rises whenever pages come back or become shareable; a request that did not fit is not tried again before.
     supply: u64,
     totals: SchedulerTotals,
-}
-
-/// What became of a running request's need for a page.
-enum Room {
-    Reserved,
-    /// It was itself the youngest that could go.
-    GaveWay,
-    Stalled,
 }
 
 impl Scheduler {
@@ -190,6 +191,7 @@ impl Scheduler {
         Ok(Scheduler {
             opts,
             pool,
+            window: None,
             prefix,
             running: Vec::with_capacity(opts.max_num_seqs),
             waiting: VecDeque::new(),
@@ -204,13 +206,17 @@ impl Scheduler {
         self.check_submit(&spec)?;
         // One that was held back for its pages comes later than its key says.
         let place = self.waiting.partition_point(|s| s.key < spec.key);
-        self.waiting.insert(place, Seq::new(spec, &self.pool));
+        let seq = Seq::new(spec, &self.pool, self.window.as_ref());
+        self.waiting.insert(place, seq);
         Ok(())
     }
 
     /// What [`Scheduler::submit`] would refuse.
     pub fn check_submit(&self, spec: &SeqSpec) -> Result<(), BadArgument> {
         check_fits(spec.prompt.len(), spec.max_total, &self.pool)?;
+        if let Some(group) = &self.window {
+            group.check_fits(spec.prompt.len().max(spec.max_total.saturating_sub(1)))?;
+        }
         self.check_fork(spec)?;
         if self.find(spec.key).is_some() {
             return Err(BadArgument::new(OP, "key", spec.key.0, "a key that no request has"));
@@ -220,7 +226,7 @@ impl Scheduler {
 
     /// The end of a request that was never submitted.
     pub fn close_unseen(&self, spec: SeqSpec) -> Closed {
-        Seq::new(spec, &self.pool).close(self.pool.page_size(), false)
+        Seq::new(spec, &self.pool, self.window.as_ref()).close(self.pool.page_size(), false)
     }
 
     /// Plans the next step into `out`. Every chunk must then be computed and confirmed by [`Scheduler::computed`].
@@ -233,7 +239,17 @@ impl Scheduler {
         if out.preempted.is_empty() && out.stalled == 0 {
             self.admit(&mut budget, out);
         }
-        out.copies.extend(self.copying.iter().map(|copy| (copy.from.id(), copy.to)));
+        // Requests that share windows can all wait for one another: then the youngest gives way, protected or not.
+        while out.chunks.is_empty() && self.running.len() > 1 {
+            self.preempt(self.running.len() - 1, out);
+            out.stalled = 0;
+            self.schedule_decodes(&mut budget, out);
+            self.schedule_prompts(&mut budget, out);
+        }
+        for (group, copy) in &self.copying {
+            let copies = if *group == Group::Full { &mut out.copies } else { &mut out.window_copies };
+            copies.push((copy.from.id(), copy.to));
+        }
     }
 
     /// Confirms that a chunk's keys and values are in its pages.
@@ -253,6 +269,11 @@ impl Scheduler {
             seq.prompt_done = true;
             let prompt = &seq.tokens[..seq.prompt_len];
             self.prefix.insert(seq.namespace, prompt, seq.pages.pages(), seq.cache_priority);
+            if seq.preemptions < self.opts.max_preemptions {
+                let prompt_len = seq.prompt_len;
+                self.publish_windows(at, prompt_len);
+                self.give_back(at);
+            }
             self.supply += 1;
             return true;
         }
@@ -338,21 +359,34 @@ impl Scheduler {
 
     /// O(requests): the pool's counters add up, and it holds no active page when nobody runs.
     pub fn check_cheaply(&self) -> Result<(), Imbalance> {
-        let books = self.pool.books();
-        books.check()?;
-        let held = self.running.iter().map(|s| s.pages.ids().len()).sum::<usize>() + self.copying.len();
-        if books.active_pages > held {
-            let (kept, recomputed) = (books.active_pages, held);
-            return Err(Imbalance::Counter { counter: "active_pages (upper bound)", kept, recomputed });
-        }
-        Ok(())
+        let bounded = |books: CacheBooks, held: usize| {
+            books.check()?;
+            if books.active_pages > held + self.copying.len() {
+                let (kept, recomputed) = (books.active_pages, held + self.copying.len());
+                return Err(Imbalance::Counter { counter: "active_pages (upper bound)", kept, recomputed });
+            }
+            Ok(())
+        };
+        bounded(self.pool.books(), self.running.iter().map(|s| s.pages.ids().len()).sum())?;
+        self.window.as_ref().map_or(Ok(()), |group| {
+            let held =
+                self.running.iter().flat_map(|s| &s.window).map(|table| table.held_ids().count()).sum();
+            bounded(group.pool.books(), held)
+        })
     }
 
     /// O(pages): every reference to every page is accounted for by a running request or the prefix cache.
     pub fn check(&self) -> Result<(), Imbalance> {
+        let copying = |of: Group| {
+            self.copying.iter().filter(move |(group, _)| *group == of).map(|(_, copy)| copy.from.id())
+        };
         let held = self.running.iter().flat_map(|s| s.pages.ids().iter().copied());
-        let held = held.chain(self.copying.iter().map(|copy| copy.from.id()));
-        self.pool.check_holders(held.chain(self.prefix.ids()))?;
+        self.pool.check_holders(held.chain(copying(Group::Full)).chain(self.prefix.ids()))?;
+        if let Some(group) = &self.window {
+            let held = self.running.iter().flat_map(|s| &s.window).flat_map(|table| table.held_ids());
+            let held = held.chain(copying(Group::Window)).chain(self.prefix.window_ids());
+            group.pool.check_holders(held)?;
+        }
         self.prefix.check()?;
         self.check_cheaply()
     }
@@ -386,135 +420,19 @@ impl Scheduler {
     /// Prompts (and recomputations) under way, in order of arrival. Their pages were reserved at admission.
     fn schedule_prompts(&mut self, budget: &mut usize, out: &mut Schedule) {
         let threshold = self.opts.long_prefill_token_threshold;
-        for seq in self.running.iter().filter(|s| s.gap() > 1) {
+        for at in 0..self.running.len() {
             if *budget == 0 {
                 break;
             }
-            push_chunk(seq, chunk_len(seq, *budget, threshold), budget, out);
-        }
-    }
-
-    /// Pages for the next token of the running request at `at`.
-    fn make_room(&mut self, at: usize, out: &mut Schedule) -> Room {
-        loop {
-            let Err(short) = self.prepare(at) else { return Room::Reserved };
-            if self.prefix.evict(short.needed - short.free) > 0 {
+            if self.running[at].gap() == 1 {
                 continue;
             }
-            let may_go = |s: &Seq| s.preemptions < self.opts.max_preemptions;
-            match (at.max(1)..self.running.len()).rev().find(|&i| may_go(&self.running[i])) {
-                Some(victim) => {
-                    self.preempt(victim, out);
-                    if victim == at {
-                        return Room::GaveWay;
-                    }
-                }
-                None => return Room::Stalled,
+            let wanted = chunk_len(&self.running[at], *budget, threshold);
+            match self.window_room(at, wanted) {
+                0 => out.stalled += 1,
+                extend_len => push_chunk(&self.running[at], extend_len, budget, out),
             }
         }
-    }
-
-    /// Makes the next token of the running request at `at` writable: a page for it, and one of its own.
-    fn prepare(&mut self, at: usize) -> Result<(), OutOfPages> {
-        let seq = &mut self.running[at];
-        seq.pages.reserve(seq.tokens.len())?;
-        self.copying.extend(seq.pages.make_writable(seq.computed)?);
-        seq.note_pages();
-        Ok(())
-    }
-
-    /// Takes the pages of a running request; it keeps its tokens and waits at its place in the order of arrival.
-    fn preempt(&mut self, at: usize, out: &mut Schedule) {
-        self.publish(at);
-        let mut seq = self.running.remove(at);
-        seq.pages.truncate_to(0);
-        seq.lost_tokens += seq.computed;
-        self.totals.lost_tokens += seq.computed as u64;
-        seq.computed = 0;
-        seq.published = false;
-        seq.preemptions += 1;
-        seq.blocked_at = None;
-        self.totals.preemptions += 1;
-        self.supply += 1;
-        out.preempted.push(seq.key);
-        let place = self.waiting.partition_point(|s| s.key < seq.key);
-        self.waiting.insert(place, seq);
-    }
-
-    /// New and preempted requests, oldest first; one that does not fit lets younger ones pass, up to a limit.
-    fn admit(&mut self, budget: &mut usize, out: &mut Schedule) {
-        let mut at = 0;
-        let threshold = self.opts.long_prefill_token_threshold;
-        while at < self.waiting.len().min(ADMISSION_SCAN)
-            && self.running.len() < self.opts.max_num_seqs
-            && *budget > 0
-        {
-            if !self.try_admit(at, out) {
-                if self.waiting[at].overtaken >= self.opts.max_overtaken {
-                    return;
-                }
-                at += 1;
-                continue;
-            }
-            let Some(seq) = self.waiting.remove(at) else { return };
-            self.waiting.iter_mut().take(at).for_each(|older| older.overtaken += 1);
-            push_chunk(&seq, chunk_len(&seq, *budget, threshold), budget, out);
-            let place = self.running.partition_point(|s| s.key < seq.key);
-            self.running.insert(place, seq);
-        }
-    }
-
-    /// Gives the waiting request at `at` its pages, if they are there. Prefix hits are pinned before anything is evicted.
-    fn try_admit(&mut self, at: usize, out: &mut Schedule) -> bool {
-        let seq = &self.waiting[at];
-        if seq.blocked_at == Some(self.supply) {
-            return false;
-        }
-        let mut hit =
-            if seq.reuse_prefix { self.prefix.lookup(seq.namespace, &seq.tokens) } else { Hit::default() };
-        if !self.fits(seq, &hit) {
-            // A page held only to be copied may be the very one that is missing.
-            hit.partial = None;
-        }
-        if !self.fits(seq, &hit) || self.better_after_a_neighbour(seq, hit.tokens(self.pool.page_size())) {
-            self.waiting[at].blocked_at = Some(self.supply);
-            return false;
-        }
-        let protected = seq.preemptions >= self.opts.max_preemptions;
-        let reserve = if protected { seq.most_tokens() } else { seq.tokens.len() };
-        let missing = reserve.div_ceil(self.pool.page_size()) - hit.pages.len();
-        self.prefix.evict(missing.saturating_sub(self.pool.num_free()));
-        let seq = &mut self.waiting[at];
-        let hit_tokens = seq.pages.push_hit(hit);
-        let copied = seq.pages.reserve(reserve).and_then(|()| seq.pages.make_writable(hit_tokens));
-        let Ok(copied) = copied else {
-            // The books promised the pages; if they are wrong `check` says so, and the request waits unharmed.
-            seq.pages.truncate_to(0);
-            return false;
-        };
-        self.copying.extend(copied);
-        seq.computed = hit_tokens;
-        seq.hit_tokens += hit_tokens;
-        seq.reserved_tokens = seq.reserved_tokens.max(reserve);
-        seq.note_pages();
-        if seq.cached_tokens.is_none() {
-            seq.cached_tokens = Some(hit_tokens);
-            self.totals.prefix_query_tokens += if seq.reuse_prefix { seq.prompt_len as u64 } else { 0 };
-            self.totals.prefix_hit_tokens += hit_tokens as u64;
-        }
-        out.admitted.push(Admission { key: seq.key, hit_tokens });
-        true
-    }
-
-    /// Whether a waiting request would find its pages beside what `hit` pins.
-    fn fits(&self, seq: &Seq, hit: &Hit) -> bool {
-        let wanted = seq.wanted_tokens(self.opts.max_preemptions).div_ceil(self.pool.page_size());
-        wanted - hit.pages.len() + self.growing() <= self.pool.books().available_pages()
-    }
-
-    /// Each of these running requests may soon want one page more; admitting into those would only cause a preemption.
-    fn growing(&self) -> usize {
-        self.running.iter().filter(|s| s.preemptions < self.opts.max_preemptions).count()
     }
 
     /// Makes what a running request has computed visible to the prefix cache.
@@ -523,6 +441,8 @@ impl Scheduler {
         if seq.computed >= seq.prompt_len {
             let done = &seq.tokens[..seq.computed];
             self.prefix.insert(seq.namespace, done, seq.pages.pages(), seq.cache_priority);
+            let computed = seq.computed;
+            self.publish_windows(at, computed);
         }
     }
 
@@ -530,27 +450,6 @@ impl Scheduler {
         self.supply += 1;
         self.running.remove(at).close(self.pool.page_size(), complete)
     }
-}
-
-/// Refuses a request that could not run even with every page to itself, with both numbers.
-pub fn check_fits(prompt_len: usize, max_total: usize, pool: &PagePool) -> Result<(), BadArgument> {
-    if prompt_len == 0 {
-        return Err(BadArgument::new("request", "prompt", "0 tokens", "at least 1 token"));
-    }
-    let capacity = pool.num_pages() * pool.page_size();
-    // The last token drawn is never computed.
-    let held = prompt_len.max(max_total.saturating_sub(1));
-    if held > capacity || max_total < prompt_len {
-        let asked = format!("{prompt_len} prompt + {} output tokens", max_total.saturating_sub(prompt_len));
-        let supported = format!(
-            "at most {} tokens in all: the KV cache has {} pages of {}",
-            capacity + 1,
-            pool.num_pages(),
-            pool.page_size()
-        );
-        return Err(BadArgument::new("request", "max_tokens", asked, supported));
-    }
-    Ok(())
 }
 
 fn chunk_len(seq: &Seq, budget: usize, threshold: usize) -> usize {
@@ -567,3 +466,7 @@ fn push_chunk(seq: &Seq, extend_len: usize, budget: &mut usize, out: &mut Schedu
 #[cfg(test)]
 #[path = "scheduler_tests.rs"]
 mod tests;
+
+#[cfg(test)]
+#[path = "window_tests.rs"]
+mod window_tests;

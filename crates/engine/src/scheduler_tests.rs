@@ -27,12 +27,14 @@ fn solo(namespace: u64, prompt: &[u32], outputs: usize) -> Vec<u32> {
     tokens
 }
 
-struct Sim {
-    scheduler: Scheduler,
+pub(super) struct Sim {
+    pub scheduler: Scheduler,
     schedule: Schedule,
     slots: Vec<u64>,
+    /// The same of layers with a window.
+    window_slots: Vec<u64>,
     specs: HashMap<RequestKey, SeqSpec>,
-    done: HashMap<RequestKey, Closed>,
+    pub done: HashMap<RequestKey, Closed>,
     aborted: usize,
     counted: HashMap<RequestKey, usize>,
     steps: usize,
@@ -48,6 +50,7 @@ impl Sim {
             scheduler: Scheduler::new(pool, true, opts).unwrap(),
             schedule: Schedule::default(),
             slots: vec![0xbad; pages * page_size],
+            window_slots: Vec::new(),
             specs: HashMap::new(),
             done: HashMap::new(),
             aborted: 0,
@@ -59,7 +62,23 @@ impl Sim {
         }
     }
 
-    fn submit(&mut self, namespace: u64, prompt: &[u32], outputs: usize) -> RequestKey {
+    /// The same with layers that look back `window` tokens and have `window_pages` pages of their own.
+    pub fn windowed(
+        pages: usize,
+        (window_pages, window): (usize, usize),
+        page_size: usize,
+        opts: SchedulerOptions,
+    ) -> Sim {
+        let sim = Sim::new(pages, page_size, opts);
+        let pool = PagePool::new(window_pages, page_size).unwrap();
+        Sim {
+            scheduler: sim.scheduler.with_windows(WindowGroup { pool, window }).unwrap(),
+            window_slots: vec![0xbad; window_pages * page_size],
+            ..sim
+        }
+    }
+
+    pub fn submit(&mut self, namespace: u64, prompt: &[u32], outputs: usize) -> RequestKey {
         self.submit_fork(namespace, prompt, outputs, None)
     }
 
@@ -91,7 +110,7 @@ impl Sim {
         self.scheduler.check().unwrap();
     }
 
-    fn step(&mut self) {
+    pub fn step(&mut self) {
         self.steps += 1;
         assert!(self.steps < 20_000, "no progress");
         let mut schedule = std::mem::take(&mut self.schedule);
@@ -105,6 +124,10 @@ impl Sim {
         for &(from, to) in &schedule.copies {
             let from = from as usize * page_size;
             self.slots.copy_within(from..from + page_size, to as usize * page_size);
+        }
+        for &(from, to) in &schedule.window_copies {
+            let from = from as usize * page_size;
+            self.window_slots.copy_within(from..from + page_size, to as usize * page_size);
         }
         self.copies += schedule.copies.len();
         self.scheduler.copied();
@@ -145,6 +168,20 @@ impl Sim {
             );
             self.slots[seq.pages.slot(position) as usize] = digests[position];
         }
+        if let (Some(table), Some(group)) = (&seq.window, &self.scheduler.window) {
+            let first = (chunk.cached_len + 1).saturating_sub(group.window);
+            for (position, &digest) in digests.iter().enumerate().take(chunk.cached_len).skip(first) {
+                let held = self.window_slots[table.slot(position) as usize];
+                assert_eq!(held, digest, "{chunk:?}: stale window slot {position}");
+            }
+            for position in chunk.cached_len..chunk.cached_len + chunk.extend_len {
+                assert!(
+                    !table.is_borrowed(position / group.pool.page_size()),
+                    "{chunk:?} writes a borrowed page"
+                );
+                self.window_slots[table.slot(position) as usize] = digests[position];
+            }
+        }
         *self.counted.entry(chunk.key).or_insert(0) += chunk.extend_len;
     }
 
@@ -155,6 +192,12 @@ impl Sim {
             for (position, &digest) in digests.iter().enumerate().take(seq.computed) {
                 let held = self.slots[seq.pages.slot(position) as usize];
                 assert_eq!(held, digest, "{:?}: position {position} was overwritten", seq.key);
+            }
+            let (Some(table), Some(group)) = (&seq.window, &self.scheduler.window) else { continue };
+            let first = (seq.computed + 1).saturating_sub(group.window);
+            for (position, &digest) in digests.iter().enumerate().take(seq.computed).skip(first) {
+                let held = self.window_slots[table.slot(position) as usize];
+                assert_eq!(held, digest, "{:?}: window position {position} was overwritten", seq.key);
             }
         }
     }
@@ -172,17 +215,19 @@ impl Sim {
         }
     }
 
-    fn run_dry(&mut self) {
+    pub fn run_dry(&mut self) {
         while self.scheduler.has_work() {
             self.step();
         }
     }
 
     /// Everything is back, every output is its solo output, every book balances.
-    fn settle(&mut self) {
+    pub fn settle(&mut self) {
         self.run_dry();
         let books = self.scheduler.books();
         assert_eq!((books.active_pages, books.free_pages + books.idle_pages), (0, books.total_pages));
+        let window = self.scheduler.window_books();
+        assert!(window.is_none_or(|b| b.active_pages == 0 && b.free_pages + b.idle_pages == b.total_pages));
         assert_eq!(self.done.len() + self.aborted, self.specs.len());
         for (key, closed) in &self.done {
             let spec = &self.specs[key];
@@ -194,14 +239,15 @@ impl Sim {
                 closed.computed_tokens_predicted,
                 "{key:?}"
             );
-            assert!(closed.preemptions <= self.scheduler.opts.max_preemptions);
         }
         self.scheduler.clear_prefix_cache();
         assert_eq!(self.scheduler.books().free_pages, books.total_pages);
+        assert!(self.scheduler.window_books().is_none_or(|b| b.free_pages == b.total_pages));
+        self.scheduler.check().unwrap();
     }
 }
 
-fn opts(max_num_seqs: usize, max_num_batched_tokens: usize) -> SchedulerOptions {
+pub(super) fn opts(max_num_seqs: usize, max_num_batched_tokens: usize) -> SchedulerOptions {
     SchedulerOptions { max_num_seqs, max_num_batched_tokens, ..SchedulerOptions::default() }
 }
 
@@ -260,26 +306,40 @@ proptest! {
 
     #[test]
     fn random_load_finishes_balanced_and_as_if_alone((pages, page_size, opts, arrivals) in load()) {
-        let mut sim = Sim::new(pages, page_size, opts);
-        let mut aborts: Vec<(usize, RequestKey)> = Vec::new();
-        for arrival in &arrivals {
-            for _ in 0..arrival.after_steps {
-                sim.step();
-                let now = sim.steps;
-                aborts.iter().filter(|(at, _)| *at == now).for_each(|(_, key)| sim.abort(*key));
-            }
-            let key = sim.submit(arrival.namespace, &arrival.prompt, arrival.outputs);
-            if let Some(steps) = arrival.abort_after {
-                aborts.push((sim.steps + steps, key));
-            }
-            for _ in 1..arrival.choices {
-                sim.submit_fork(arrival.namespace, &arrival.prompt, arrival.outputs, Some(key));
-            }
-        }
-        sim.settle();
+        let sim = random_load(Sim::new(pages, page_size, opts), &arrivals);
+        prop_assert!(sim.done.values().all(|closed| closed.preemptions <= opts.max_preemptions));
         let preemptions = sim.scheduler.totals().preemptions;
         prop_assert!(preemptions <= u64::from(opts.max_preemptions) * sim.specs.len() as u64);
     }
+
+    /// The same with layers that look back a window and have pages of their own, from barely enough for one request on.
+    #[test]
+    fn random_load_with_windows_finishes_balanced_and_as_if_alone(
+        (pages, page_size, opts, arrivals) in load(), window in 1..20usize, more in 0..12usize,
+    ) {
+        let window_pages = window.div_ceil(page_size) + 4 + more;
+        random_load(Sim::windowed(pages, (window_pages, window), page_size, opts), &arrivals);
+    }
+}
+
+fn random_load(mut sim: Sim, arrivals: &[Arrival]) -> Sim {
+    let mut aborts: Vec<(usize, RequestKey)> = Vec::new();
+    for arrival in arrivals {
+        for _ in 0..arrival.after_steps {
+            sim.step();
+            let now = sim.steps;
+            aborts.iter().filter(|(at, _)| *at == now).for_each(|(_, key)| sim.abort(*key));
+        }
+        let key = sim.submit(arrival.namespace, &arrival.prompt, arrival.outputs);
+        if let Some(steps) = arrival.abort_after {
+            aborts.push((sim.steps + steps, key));
+        }
+        for _ in 1..arrival.choices {
+            sim.submit_fork(arrival.namespace, &arrival.prompt, arrival.outputs, Some(key));
+        }
+    }
+    sim.settle();
+    sim
 }
 
 #[test]

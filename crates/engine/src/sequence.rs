@@ -5,6 +5,7 @@
 use suanpan_cache::{PagePool, PageTable};
 
 use crate::request::RequestKey;
+use crate::scheduler::WindowGroup;
 
 /// A request as the scheduler sees it.
 #[derive(Clone, Debug)]
@@ -40,6 +41,10 @@ pub(crate) struct Seq {
     /// Tokens whose keys and values are in `pages`.
     pub computed: usize,
     pub pages: PageTable,
+    /// Pages of the layers with a window, where they have their own.
+    pub window: Option<PageTable>,
+    /// Where in its tokens other prompts were seen to part from this one: the window there is kept for them.
+    pub branch: Option<usize>,
     /// The prompt's pages are in the prefix cache.
     pub published: bool,
     /// The prompt was computed once: nobody waits any more to be forked from it.
@@ -80,7 +85,7 @@ pub struct Closed {
 }
 
 impl Seq {
-    pub fn new(spec: SeqSpec, pool: &PagePool) -> Seq {
+    pub fn new(spec: SeqSpec, pool: &PagePool, window: Option<&WindowGroup>) -> Seq {
         Seq {
             key: spec.key,
             namespace: spec.namespace,
@@ -92,6 +97,8 @@ impl Seq {
             cache_priority: spec.cache_priority,
             computed: 0,
             pages: PageTable::new(pool),
+            window: window.map(|group| PageTable::new(&group.pool)),
+            branch: None,
             published: false,
             prompt_done: false,
             preemptions: 0,
@@ -124,6 +131,14 @@ impl Seq {
         let share = self.preemptions.min(max_preemptions) as usize;
         let may_come = self.most_tokens() - self.tokens.len();
         self.tokens.len() + (may_come * share).div_ceil(max_preemptions.max(1) as usize)
+    }
+
+    /// Gives all pages back.
+    pub fn drop_pages(&mut self) {
+        self.pages.truncate_to(0);
+        if let Some(window) = &mut self.window {
+            window.truncate_to(0);
+        }
     }
 
     pub fn note_pages(&mut self) {

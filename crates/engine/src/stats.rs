@@ -80,6 +80,14 @@ pub struct EngineStats {
     pub pages_held: usize,
     /// Pages that only the prefix cache holds.
     pub pages_cached: usize,
+    /// Pages of the layers with a window, where they have their own; 0 else.
+    pub window_pages_total: usize,
+    /// Those nobody holds.
+    pub window_pages_free: usize,
+    /// Those that running requests hold.
+    pub window_pages_held: usize,
+    /// Those that only the prefix cache holds.
+    pub window_pages_cached: usize,
     /// Share of the pool that running requests hold, 0 to 1.
     pub kv_usage: f64,
     /// Prompt tokens looked up in the prefix cache, in all.
@@ -100,6 +108,8 @@ impl EngineStats {
     pub(crate) fn new(scheduler: &Scheduler, totals: Totals) -> EngineStats {
         let books = scheduler.books();
         let sums = scheduler.totals();
+        let window = scheduler.window_books();
+        let of_window = |pages: fn(&suanpan_cache::CacheBooks) -> usize| window.as_ref().map_or(0, pages);
         EngineStats {
             running: scheduler.num_running(),
             waiting: scheduler.num_waiting(),
@@ -107,7 +117,11 @@ impl EngineStats {
             pages_free: books.free_pages,
             pages_held: books.active_pages,
             pages_cached: books.idle_pages,
-            kv_usage: books.usage(),
+            window_pages_total: of_window(|b| b.total_pages),
+            window_pages_free: of_window(|b| b.free_pages),
+            window_pages_held: of_window(|b| b.active_pages),
+            window_pages_cached: of_window(|b| b.idle_pages),
+            kv_usage: window.map_or(books.usage(), |w| books.usage().max(w.usage())),
             prefix_query_tokens: sums.prefix_query_tokens,
             prefix_hit_tokens: sums.prefix_hit_tokens,
             preemptions: sums.preemptions,

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use suanpan_base::BadArgument;
 use suanpan_cache::memory::HostMemory;
-use suanpan_cache::{Imbalance, LayerShape, PagePool};
+use suanpan_cache::{Group, Imbalance, LayerShape, PagePool};
 use suanpan_model::forward::{LogitRows, StepBatch};
 use suanpan_model::{Model, ModelError};
 
@@ -22,9 +22,9 @@ use crate::request::{Event, FinishReason, Request, RequestError, RequestKey};
 use crate::rng;
 use crate::runner::{MAX_LOGIT_ROWS, Resident, StepModel};
 use crate::sample::{LogitFault, Scratch};
-use crate::scheduler::{Chunk, Closed, Schedule, Scheduler, SeqSpec};
+use crate::scheduler::{Chunk, Closed, Schedule, Scheduler, SeqSpec, WindowGroup};
 use crate::stats::{EngineStats, Totals};
-use crate::tiers::{DiskOptions, Tiers};
+use crate::tiers::{LowerTiers, Tiers};
 
 /// Why a whole step failed.
 #[derive(Debug, thiserror::Error)]
@@ -83,7 +83,11 @@ impl Engine {
         sizing: KvSizing,
     ) -> Result<Engine, ModelError> {
         let pool = PagePool::new(sizing.num_pages, sizing.page_size)?;
-        let scheduler = Scheduler::new(pool, options.enable_prefix_caching, options.scheduler())?;
+        let mut scheduler = Scheduler::new(pool, options.enable_prefix_caching, options.scheduler())?;
+        if let Some(window) = sizing.window {
+            let pool = PagePool::new(window.num_pages, sizing.page_size)?;
+            scheduler = scheduler.with_windows(WindowGroup { pool, window: window.window })?;
+        }
         Ok(Engine {
             door: Door { vocab_size: model.config.vocab_size, max_model_len: sizing.max_model_len },
             seed: options.seed.unwrap_or_else(|| RandomState::new().hash_one("request seeds")),
@@ -106,12 +110,21 @@ impl Engine {
         })
     }
 
-    /// Keeps pages below the pool, in a folder that survives the process. To be called before the first request.
-    pub fn with_disk(mut self, options: &DiskOptions) -> Result<Engine, ModelError> {
+    /// Keeps pages below the pool, in host memory or in a folder that survives the process. To be called before the first request.
+    pub fn with_lower_tiers(mut self, options: &LowerTiers) -> Result<Engine, ModelError> {
+        if self.sizing.window.is_some() {
+            let supported = "false: pages on disk hold all layers of their tokens";
+            return Err(BadArgument::new("engine", "window_groups", true, supported).into());
+        }
         let room = self.sizing.tokens().min(self.max_step_tokens);
         let sizes = (self.door.vocab_size, self.sizing.page_size, room);
         let tiers = Tiers::open(self.runner.as_mut(), &self.layers, sizes, options)?;
-        self.report += &format!("; disk: {} pages in {}", tiers.books().objects, options.folder.display());
+        if let Some(folder) = &options.folder {
+            self.report += &format!("; disk: {} pages in {}", tiers.books().objects, folder.display());
+        }
+        if options.host_bytes > 0 {
+            self.report += &format!("; host memory: {} MiB", options.host_bytes >> 20);
+        }
         self.tiers = Some(tiers);
         Ok(self)
     }
@@ -227,7 +240,8 @@ impl Engine {
         }
         self.fill_batch(events);
         let start = Instant::now();
-        self.runner.copy_pages(&self.schedule.copies)?;
+        self.runner.copy_pages(Group::Full, &self.schedule.copies)?;
+        self.runner.copy_pages(Group::Window, &self.schedule.window_copies)?;
         self.scheduler.copied();
         self.runner.step(&self.batch)?;
         self.totals.model_took(start.elapsed(), self.batch.tokens.len());

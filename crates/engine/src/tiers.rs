@@ -1,4 +1,4 @@
-//! Pages on disk, as the engine uses them: prompts whose beginning is worth loading wait for it outside the scheduler, finished pages
+//! Pages in host memory and on disk, as the engine uses them: prompts whose beginning is worth loading wait for it outside the scheduler, finished pages
 //! are stored behind the step.
 //!
 //! Decides by measured times alone. Whatever goes wrong with a page means that its tokens are computed, as if it had never been stored.
@@ -6,10 +6,11 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use suanpan_cache::LayerShape;
 use suanpan_cache::tier::{
-    Choice, DiskStore, Fetch, Hasher, Layout, Pace, PageName, Store, Tier, TierBooks, TierOptions,
+    Choice, DiskStore, Fetch, Hasher, Layout, MemoryStore, Pace, PageName, Store, Tier, TierBooks,
+    TierOptions,
 };
+use suanpan_cache::{Group, LayerShape};
 use suanpan_model::ModelError;
 use suanpan_model::forward::{LogitRows, StepBatch, StepSeq};
 
@@ -21,16 +22,20 @@ use crate::scheduler::{Scheduler, SeqSpec};
 const MIN_TOKENS: usize = 64;
 /// Tokens of the probe: its keys and values stand for the model, its time for computing.
 const PROBE_TOKENS: usize = 64;
+/// Decisions against a load after which one page is read to see whether the store is still so slow.
+const PROBE_EVERY: u32 = 16;
 /// How long a step may wait where there is nothing else to do.
 const IDLE_WAIT: Duration = Duration::from_micros(200);
 
 /// Where pages are kept below the pool, and how many.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DiskOptions {
-    /// A folder of its own.
-    pub folder: std::path::PathBuf,
+pub struct LowerTiers {
+    /// A folder of its own, if pages are to be kept on disk.
+    pub folder: Option<std::path::PathBuf>,
     /// Bytes kept there.
-    pub capacity_bytes: u64,
+    pub disk_bytes: u64,
+    /// Bytes kept in host memory, in front of the folder or without one; 0 is none.
+    pub host_bytes: u64,
     /// Bytes of pages in host memory on their way.
     pub staging_bytes: u64,
 }
@@ -44,6 +49,8 @@ struct Held {
     /// Whole pages that need no fetching.
     have: usize,
     pages: usize,
+    /// Those of `pages` that lie in host memory.
+    near: usize,
     since: Instant,
     deadline: Instant,
 }
@@ -53,7 +60,12 @@ pub(crate) struct Tiers {
     tier: Tier,
     held: Vec<Held>,
     compute: Pace,
-    load: Pace,
+    /// Loading pages from host memory, and from the rest.
+    near: Pace,
+    far: Pace,
+    /// Decisions against a load since the store was last measured.
+    passed_over: u32,
+    probe: Option<Fetch>,
 }
 
 /// What a model on this machine writes for a fixed prompt: a digest of its keys and values, and the seconds a token took.
@@ -70,6 +82,7 @@ fn probe(
         seqs: vec![StepSeq { cached_len: 0, extend_len: tokens, logits: LogitRows::None }],
         page_table: (0..pages as u32).collect(),
         page_table_stride: pages,
+        ..StepBatch::default()
     };
     // The first run brings weights and code into memory; the second is what a step takes.
     runner.step(&batch)?;
@@ -78,7 +91,7 @@ fn probe(
     let seconds = start.elapsed().as_secs_f64() / tokens as f64;
     let mut digest = Hasher::new();
     for page in 0..(tokens / page_size).max(1) as u32 {
-        digest.update(runner.page(page));
+        digest.update(runner.page(Group::Full, page));
     }
     Ok((*digest.finalize().as_bytes(), seconds))
 }
@@ -89,23 +102,74 @@ impl Tiers {
         runner: &mut dyn StepModel,
         layers: &[LayerShape],
         (vocab_size, page_size, room): (usize, usize, usize),
-        options: &DiskOptions,
+        options: &LowerTiers,
     ) -> Result<Tiers, ModelError> {
         let (model, seconds) = probe(runner, vocab_size, page_size, room)?;
         let layout = Layout::new(&model, layers, page_size)?;
-        let store = DiskStore::open(&options.folder).map_err(|e| cannot(&options.folder, &e))?;
-        let limits =
-            TierOptions { capacity_bytes: options.capacity_bytes, staging_bytes: options.staging_bytes };
-        let mut tiers =
-            Tiers::over(layout, Box::new(store), limits).map_err(|e| cannot(&options.folder, &e))?;
+        let folder = options.folder.as_deref().unwrap_or(Path::new("host memory"));
+        let below = match &options.folder {
+            Some(folder) => {
+                let store = DiskStore::open(folder).map_err(|e| cannot(folder, &e))?;
+                Some(Box::new(store) as Box<dyn Store>)
+            }
+            None => None,
+        };
+        let store = match below {
+            Some(below) if options.host_bytes == 0 => below,
+            below => Box::new(MemoryStore::new(options.host_bytes, below)),
+        };
+        let capacity_bytes = if options.folder.is_some() { options.disk_bytes } else { options.host_bytes };
+        let limits = TierOptions { capacity_bytes, staging_bytes: options.staging_bytes };
+        let mut tiers = Tiers::over(layout, store, limits).map_err(|e| cannot(folder, &e))?;
         tiers.compute.enter(1.0, seconds);
         Ok(tiers)
     }
 
-    /// Over any store, nothing measured yet.
+    /// Over any store, its reading measured once: a slow one is known before it is first chosen.
     pub fn over(layout: Layout, store: Box<dyn Store>, limits: TierOptions) -> std::io::Result<Tiers> {
         let tier = Tier::new(layout, store, limits)?;
-        Ok(Tiers { tier, held: Vec::new(), compute: Pace::default(), load: Pace::default() })
+        let mut far = Pace::default();
+        far.enter(1.0, tier.measure_read().unwrap_or(f64::INFINITY));
+        let (held, passed_over, probe) = (Vec::new(), 0, None);
+        Ok(Tiers { tier, held, compute: Pace::default(), near: Pace::default(), far, passed_over, probe })
+    }
+
+    /// What loading these pages should take, so many of them from host memory; None where that was never measured.
+    fn predict_load(&self, pages: usize, near: usize) -> Option<f64> {
+        // Memory that was never measured is taken for free: trying it costs least.
+        let of_near = self.near.predict(near as f64).unwrap_or(0.0);
+        let far = pages - near;
+        let of_far = if far == 0 { Some(0.0) } else { self.far.predict(far as f64) };
+        Some(of_near + of_far?)
+    }
+
+    /// Enters what loading pages took, so many of them from host memory.
+    fn loaded(&mut self, pages: usize, near: usize, seconds: f64) {
+        if pages == near {
+            return self.near.enter(pages as f64, seconds);
+        }
+        let of_near = self.near.predict(near as f64).unwrap_or(0.0);
+        self.far.enter((pages - near) as f64, (seconds - of_near).max(0.0));
+    }
+
+    /// A store that is passed over again and again is measured now and then, on one page that nobody waits for: it may have become
+    /// faster.
+    fn measure_again(&mut self, name: &PageName) {
+        self.passed_over += 1;
+        if self.passed_over >= PROBE_EVERY && self.probe.is_none() {
+            self.passed_over = 0;
+            self.probe = self.tier.fetch(vec![name.clone()]);
+        }
+    }
+
+    fn take_probe(&mut self) {
+        let Some(fetch) = &self.probe else { return };
+        if let Some(fetched) = fetch.poll() {
+            if !fetched.pages.is_empty() {
+                self.far.enter(1.0, fetched.read_seconds);
+            }
+            self.probe = None;
+        }
     }
 
     /// Enters what a step of mostly prompt tokens took.
@@ -135,13 +199,17 @@ impl Tiers {
             return Some(spec);
         }
         let recompute = self.compute.predict((pages * page_size) as f64);
-        let Choice::Load { deadline_s } = Choice::of(self.load.predict(pages as f64), recompute) else {
+        let near = self.tier.near(&names[have..have + pages]);
+        let Choice::Load { deadline_s } = Choice::of(self.predict_load(pages, near), recompute) else {
+            if near < pages {
+                self.measure_again(&names[have + pages - 1]);
+            }
             return Some(spec);
         };
         let Some(fetch) = self.tier.fetch(names[have..have + pages].to_vec()) else { return Some(spec) };
         let since = Instant::now();
         let deadline = since + Duration::from_secs_f64(deadline_s.min(3600.0));
-        self.held.push(Held { spec, forks: Vec::new(), fetch, have, pages, since, deadline });
+        self.held.push(Held { spec, forks: Vec::new(), fetch, have, pages, near, since, deadline });
         None
     }
 
@@ -168,6 +236,7 @@ impl Tiers {
         runner: &mut dyn StepModel,
         idle: bool,
     ) -> Vec<SeqSpec> {
+        self.take_probe();
         let mut ready = Vec::new();
         let mut at = 0;
         while at < self.held.len() {
@@ -183,15 +252,16 @@ impl Tiers {
                 Some(fetched) => {
                     if !fetched.pages.is_empty() {
                         // From the asking on: what stood before it in the queue is part of what a load takes.
-                        self.load.enter(fetched.pages.len() as f64, held.since.elapsed().as_secs_f64());
+                        let near = held.near.min(fetched.pages.len());
+                        self.loaded(fetched.pages.len(), near, held.since.elapsed().as_secs_f64());
                     }
                     let spec = &held.spec;
                     scheduler.restore(spec, held.have, &fetched.pages, |page, bytes| {
-                        runner.page_mut(page).copy_from_slice(bytes);
+                        runner.page_mut(Group::Full, page).copy_from_slice(bytes);
                     });
                 }
                 // At least so slow: the next decision knows.
-                None => self.load.enter(held.pages as f64, held.since.elapsed().as_secs_f64() * 2.0),
+                None => self.loaded(held.pages, held.near, held.since.elapsed().as_secs_f64() * 2.0),
             }
             ready.push(held.spec);
             ready.extend(held.forks);
@@ -216,7 +286,7 @@ impl Tiers {
         };
         let names: Vec<PageName> = self.tier.layout().names(namespace, &tokens[..progress.computed_tokens]);
         for (name, &page) in names.iter().zip(ids) {
-            self.tier.store(name, runner.page(page));
+            self.tier.store(name, runner.page(Group::Full, page));
         }
     }
 
@@ -231,3 +301,7 @@ fn cannot(folder: &Path, error: &std::io::Error) -> ModelError {
     suanpan_base::BadArgument::new("engine", "kv_disk_path", asked, "a folder that can be read and written")
         .into()
 }
+
+#[cfg(test)]
+#[path = "tiers_tests.rs"]
+mod tests;

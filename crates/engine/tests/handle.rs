@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use suanpan_base::BadArgument;
+use suanpan_cache::Group;
 use suanpan_engine::{
     EngineHandle, Event, FinishReason, HandleOptions, RequestError, Shutdown, StepModel, Stream, SubmitError,
 };
@@ -58,16 +59,16 @@ enum Fault {
 }
 
 impl StepModel for Gated {
-    fn copy_pages(&mut self, copies: &[(u32, u32)]) -> Result<(), ModelError> {
-        self.inner.copy_pages(copies)
+    fn copy_pages(&mut self, group: Group, copies: &[(u32, u32)]) -> Result<(), ModelError> {
+        self.inner.copy_pages(group, copies)
     }
 
-    fn page(&self, page: u32) -> &[u8] {
-        self.inner.page(page)
+    fn page(&self, group: Group, page: u32) -> &[u8] {
+        self.inner.page(group, page)
     }
 
-    fn page_mut(&mut self, page: u32) -> &mut [u8] {
-        self.inner.page_mut(page)
+    fn page_mut(&mut self, group: Group, page: u32) -> &mut [u8] {
+        self.inner.page_mut(group, page)
     }
 
     fn step(&mut self, batch: &StepBatch) -> Result<(), ModelError> {

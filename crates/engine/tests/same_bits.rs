@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use common::*;
 use suanpan_base::DType;
-use suanpan_engine::{DiskOptions, Engine, EngineOptions, Request, RequestKey, SamplingParams};
+use suanpan_engine::{Engine, EngineOptions, LowerTiers, Request, RequestKey, SamplingParams};
 
 const OUTPUTS: usize = 12;
 
@@ -26,7 +26,7 @@ fn ask(seed: u64) -> Request {
 }
 
 fn invariant(dtype: DType, pages: usize) -> EngineOptions {
-    EngineOptions { batch_invariant: true, kv_cache_dtype: dtype, ..options(pages) }
+    EngineOptions { batch_invariant: true, kv_cache_dtype: dtype, window_groups: false, ..options(pages) }
 }
 
 /// Everything that must not differ.
@@ -53,8 +53,13 @@ impl Folder {
         Folder(std::env::temp_dir().join(format!("suanpan-bits-{name}-{}", std::process::id())))
     }
 
-    fn options(&self) -> DiskOptions {
-        DiskOptions { folder: self.0.clone(), capacity_bytes: 1 << 30, staging_bytes: 1 << 28 }
+    fn options(&self) -> LowerTiers {
+        LowerTiers {
+            folder: Some(self.0.clone()),
+            disk_bytes: 1 << 30,
+            host_bytes: 0,
+            staging_bytes: 1 << 28,
+        }
     }
 }
 
@@ -127,7 +132,7 @@ fn c22_forked_and_preempted_choices_have_the_bits_of_single_runs() {
 fn c23_pages_reloaded_from_disk_have_the_same_bits() {
     for dtype in [DType::Bf16, DType::I8] {
         let folder = Folder::new(dtype.name());
-        let open = |dtype| engine(invariant(dtype, 64)).with_disk(&folder.options()).unwrap();
+        let open = |dtype| engine(invariant(dtype, 64)).with_lower_tiers(&folder.options()).unwrap();
         let mut first = open(dtype);
         let want = bits(&serve(&mut first));
         let written = || first.stats().tier.pages_written;
@@ -159,11 +164,28 @@ fn c23_pages_reloaded_from_disk_have_the_same_bits() {
     }
 }
 
+/// From host memory, after the pool has forgotten them: the same bits, and nearly nothing computed.
+#[test]
+fn pages_reloaded_from_host_memory_have_the_same_bits() {
+    for dtype in [DType::Bf16, DType::I8] {
+        let host = LowerTiers { folder: None, disk_bytes: 0, host_bytes: 1 << 28, staging_bytes: 1 << 28 };
+        let mut engine = engine(invariant(dtype, 64)).with_lower_tiers(&host).unwrap();
+        let want = bits(&serve(&mut engine));
+        while engine.stats().tier.pages_written < 18 {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        engine.clear_prefix_cache();
+        let reloaded = serve(&mut engine);
+        assert_eq!(bits(&reloaded), want, "{dtype}");
+        assert_eq!((reloaded.books.cached_tokens, engine.stats().tier.pages_loaded), (288, 18), "{dtype}");
+    }
+}
+
 /// A request taken back while its pages are on their way frees all copies, and those that waited for it go on.
 #[test]
 fn c20_an_abort_while_pages_are_loaded_frees_every_copy() {
     let folder = Folder::new("abort");
-    let mut engine = engine(invariant(DType::Bf16, 64)).with_disk(&folder.options()).unwrap();
+    let mut engine = engine(invariant(DType::Bf16, 64)).with_lower_tiers(&folder.options()).unwrap();
     let want = bits(&serve(&mut engine));
     while engine.stats().tier.pages_written < 18 {
         std::thread::sleep(std::time::Duration::from_millis(1));

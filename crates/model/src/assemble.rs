@@ -7,8 +7,9 @@ use std::collections::BTreeSet;
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::experts;
-use crate::family::{Family, GPT_OSS, Norms};
-use crate::weights::{Ffn, Gated, LayerWeights, Linear, Mlp, Tensor, Weights};
+use crate::family::{Experts, Family, GPT_OSS, Norms};
+use crate::latent;
+use crate::weights::{Ffn, Gated, LayerWeights, Linear, Mlp, Tensor, Values, Weights};
 
 /// A container's names. A layer's tensor is `layer_prefix` + number + `.` + the name below; a bias ends in `.bias` instead.
 #[derive(Clone, Copy)]
@@ -103,7 +104,11 @@ impl Names {
             Norms::Pre => SAFETENSORS.ffn_norm,
             Norms::Sandwich => "pre_feedforward_layernorm.weight",
         };
-        Names { ffn_norm, norm_offset: family.norm_offset, ..SAFETENSORS }
+        let router = match family.experts {
+            Experts::OverAll => "mlp.gate.weight",
+            Experts::No | Experts::OverChosen => SAFETENSORS.router,
+        };
+        Names { ffn_norm, router, norm_offset: family.norm_offset, ..SAFETENSORS }
     }
 }
 
@@ -159,7 +164,8 @@ impl LayerStore<'_> {
         Ok(self.vector(name, len)?.into_iter().map(|w| w + offset).collect())
     }
 
-    fn linear(&mut self, name: &str, shape: [usize; 2], bias: bool) -> Result<Linear, ModelError> {
+    /// A product, with the bias beside it where there is one.
+    pub fn linear(&mut self, name: &str, shape: [usize; 2], bias: bool) -> Result<Linear, ModelError> {
         let weight = self.tensor(name, &shape)?;
         let bias = if bias { Some(self.vector(&bias_name(name), shape[0])?) } else { None };
         Ok(Linear { weight, bias })
@@ -210,27 +216,15 @@ pub(crate) fn weights(
 fn layer_weights(config: &ModelConfig, store: &mut LayerStore<'_>) -> Result<LayerWeights, ModelError> {
     let (names, family) = (store.names, config.family);
     let (hidden, heads) = (config.hidden_size, config.heads);
-    let (q_rows, k_rows) = (heads.num_q_heads * heads.head_dim_qk, heads.num_kv_heads * heads.head_dim_qk);
-    let v_rows = heads.num_kv_heads * heads.head_dim_v;
-    let bias = config.biases.qkv;
     let attn_norm = store.norm(names.attn_norm, hidden)?;
-    let [q, k, v] = if family.fused && store.has(names.qkv) {
-        let parts = store.fused(names.qkv, &[q_rows, k_rows, v_rows], hidden, bias)?;
-        parts.try_into().expect("three parts were asked for")
-    } else {
-        [
-            store.linear(names.q, [q_rows, hidden], bias)?,
-            store.linear(names.k, [k_rows, hidden], bias)?,
-            store.linear(names.v, [v_rows, hidden], bias)?,
-        ]
-    };
+    let (q, k, v) = qkv(config, store)?;
     let sandwich = family.norms == Norms::Sandwich;
     Ok(LayerWeights {
         attn_norm,
         q,
         k,
         v,
-        o: store.linear(names.o, [hidden, heads.num_q_heads * heads.head_dim_v], config.biases.o)?,
+        o: store.linear(names.o, [hidden, config.o_cols()], config.biases.o)?,
         qk_norms: if family.qk_norm {
             Some([store.norm(names.q_norm, heads.head_dim_qk)?, store.norm(names.k_norm, heads.head_dim_qk)?])
         } else {
@@ -249,12 +243,36 @@ fn layer_weights(config: &ModelConfig, store: &mut LayerStore<'_>) -> Result<Lay
     })
 }
 
+fn qkv(config: &ModelConfig, store: &mut LayerStore<'_>) -> Result<(Linear, Linear, Values), ModelError> {
+    if let Some(facts) = config.latent {
+        let (q, k, rest) = latent::weights(config, facts, store)?;
+        return Ok((q, k, Values::InKeys(Box::new(rest))));
+    }
+    let (names, hidden, heads) = (store.names, config.hidden_size, config.heads);
+    let (q_rows, k_rows) = (heads.num_q_heads * heads.head_dim_qk, heads.num_kv_heads * heads.head_dim_qk);
+    let v_rows = heads.num_kv_heads * heads.head_dim_v;
+    let bias = config.biases.qkv;
+    let [q, k, v] = if config.family.fused && store.has(names.qkv) {
+        let parts = store.fused(names.qkv, &[q_rows, k_rows, v_rows], hidden, bias)?;
+        parts.try_into().expect("three parts were asked for")
+    } else {
+        [
+            store.linear(names.q, [q_rows, hidden], bias)?,
+            store.linear(names.k, [k_rows, hidden], bias)?,
+            store.linear(names.v, [v_rows, hidden], bias)?,
+        ]
+    };
+    Ok((q, k, Values::Own(v)))
+}
+
 fn mlp(config: &ModelConfig, store: &mut LayerStore<'_>) -> Result<Mlp, ModelError> {
     let (names, bias) = (store.names, config.biases.mlp);
     let (hidden, inter) = (config.hidden_size, config.intermediate_size);
-    if let Some(experts) = config.experts {
-        let router = store.linear(names.router, [experts.count, hidden], true)?;
-        return Ok(Mlp::Experts { router, experts: experts::weights(experts.count, hidden, inter, store)? });
+    if let Some(facts) = config.experts.filter(|e| store.layer >= e.dense_layers) {
+        return match config.family.experts {
+            Experts::OverAll => experts::beside_shared(facts, hidden, bias, store),
+            Experts::No | Experts::OverChosen => experts::with_biases(facts, hidden, store),
+        };
     }
     let fused = config.family.fused && !store.has(names.gate);
     let [gate, up] = if fused {

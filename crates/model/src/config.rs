@@ -101,12 +101,39 @@ pub struct Biases {
 }
 
 /// A choice of experts in place of one MLP.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertsConfig {
     /// Experts of a layer.
     pub count: usize,
-    /// Experts that a token uses: those with the greatest router logits, weighted by the softmax over them.
+    /// Experts that a token uses: those with the greatest router logits, weighed as the family says.
     pub per_token: usize,
+    /// Width of one of them.
+    pub width: usize,
+    /// Width of the MLP that every token uses beside them; 0: none.
+    pub shared_width: usize,
+    /// First layers, which have one MLP instead.
+    pub dense_layers: usize,
+    /// Factor of their weights.
+    pub scale: f32,
+}
+
+impl ExpertsConfig {
+    /// `count` experts in every layer, of which a token uses `per_token`, and nothing beside them.
+    pub fn new(count: usize, per_token: usize, width: usize) -> ExpertsConfig {
+        ExpertsConfig { count, per_token, width, shared_width: 0, dense_layers: 0, scale: 1.0 }
+    }
+}
+
+/// Attention over one latent vector a token (DeepSeek-V2, arXiv 2405.04434, section 2.1). The cache holds the latent elements and the rotated
+/// ones behind them: `heads` are those of the absorbed form, `HeadShape::latent`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LatentConfig {
+    /// Elements of a query that are not rotated.
+    pub nope_dim: usize,
+    /// Width of a head's output.
+    pub v_dim: usize,
+    /// Width that queries are made from, where it is not the stream itself.
+    pub q_rank: Option<usize>,
 }
 
 /// A transformer of one of the [`family`](crate::family)s.
@@ -122,12 +149,14 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP, or of one expert; 0: the layers have none.
+    /// Width of the MLP, of one expert where no layer has one MLP; 0: the layers have none.
     pub intermediate_size: usize,
     /// Experts, where the MLP is a choice of them.
     pub experts: Option<ExpertsConfig>,
-    /// Attention heads of every layer.
+    /// Attention heads of every layer, as the cache and the kernels see them.
     pub heads: HeadShape,
+    /// What is behind them where they are latent.
+    pub latent: Option<LatentConfig>,
     /// Multiplier of the scores; `None`: 1/sqrt(head_dim_qk).
     pub softmax_scale: Option<f32>,
     /// `cap · tanh(score / cap)` before the mask.
@@ -186,6 +215,7 @@ impl ModelConfig {
             }
         }
         self.heads.check(OP)?;
+        self.check_latent()?;
         if self.layers.is_empty() || self.layers.len() > MAX_LAYERS {
             return Err(BadArgument::new(OP, "num_layers", self.layers.len(), format!("1 to {MAX_LAYERS}")));
         }
@@ -211,20 +241,62 @@ impl ModelConfig {
                 return Err(BadArgument::new(OP, field, found, "a finite number above 0"));
             }
         }
-        if let Some(ExpertsConfig { count, per_token }) = self.experts {
-            if !(1..=MAX_EXPERTS).contains(&count) {
-                return Err(BadArgument::new(OP, "num_experts", count, format!("1 to {MAX_EXPERTS}")));
-            }
-            if !(1..=count).contains(&per_token) {
-                return Err(BadArgument::new(OP, "num_experts_per_tok", per_token, format!("1 to {count}")));
-            }
-        }
+        self.check_experts()?;
         let ids = self.eos_token_ids.iter().map(|&id| ("eos_token_id", id));
         for (field, id) in ids.chain(self.bos_token_id.map(|id| ("bos_token_id", id))) {
             if id as usize >= self.vocab_size {
                 let supported = format!("below vocab_size = {}", self.vocab_size);
                 return Err(BadArgument::new(OP, field, id, supported));
             }
+        }
+        Ok(())
+    }
+
+    /// Columns of attention's output projection.
+    pub fn o_cols(&self) -> usize {
+        self.heads.num_q_heads * self.latent.map_or(self.heads.head_dim_v, |l| l.v_dim)
+    }
+
+    /// Width of the widest MLP.
+    pub fn widest_mlp(&self) -> usize {
+        let experts = self.experts.map_or(0, |e| e.width.max(e.shared_width));
+        experts.max(self.intermediate_size)
+    }
+
+    fn check_latent(&self) -> Result<(), BadArgument> {
+        const OP: &str = "model config";
+        let Some(latent) = self.latent else { return Ok(()) };
+        let sizes = [
+            ("qk_nope_head_dim", latent.nope_dim),
+            ("v_head_dim", latent.v_dim),
+            ("q_lora_rank", latent.q_rank.unwrap_or(1)),
+        ];
+        match sizes.into_iter().find(|(_, n)| !(1..=MAX_SIZE).contains(n)) {
+            Some((field, n)) => Err(BadArgument::new(OP, field, n, format!("1 to {MAX_SIZE}"))),
+            None => Ok(()),
+        }
+    }
+
+    fn check_experts(&self) -> Result<(), BadArgument> {
+        const OP: &str = "model config";
+        let Some(ExpertsConfig { count, per_token, width, shared_width, dense_layers, scale }) = self.experts
+        else {
+            return Ok(());
+        };
+        let sizes = [
+            ("num_experts", count, 1, MAX_EXPERTS),
+            ("num_experts_per_tok", per_token, 1, count),
+            ("moe_intermediate_size", width, 1, MAX_SIZE),
+            ("n_shared_experts * moe_intermediate_size", shared_width, 0, MAX_SIZE),
+            ("first_k_dense_replace", dense_layers, 0, self.layers.len()),
+        ];
+        if let Some((field, n, least, most)) =
+            sizes.into_iter().find(|(_, n, least, most)| n < least || n > most)
+        {
+            return Err(BadArgument::new(OP, field, n, format!("{least} to {most}")));
+        }
+        if !(scale.is_finite() && scale > 0.0) {
+            return Err(BadArgument::new(OP, "routed_scaling_factor", scale, "a finite number above 0"));
         }
         Ok(())
     }

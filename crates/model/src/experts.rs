@@ -1,38 +1,107 @@
-//! The experts of a layer, from the three ways in which files hold them, as one gated MLP each.
+//! The experts of a layer, from the ways in which files hold them, as one gated MLP each.
 //!
-//! GGUF: `[experts, out, in]` a role, kept as they lie. safetensors of gpt-oss: gate and up in turn, in floats as `[experts, in, out]`, or
-//! as MXFP4 blocks beside their scales; both are put into rows once, when the model is loaded.
+//! GGUF: `[experts, out, in]` a role, kept as they lie. safetensors of DeepSeek-V2: tensors of their own. safetensors of gpt-oss: gate and up
+//! in turn, in floats as `[experts, in, out]`, or as MXFP4 blocks beside their scales; both are put into rows once, when the model is loaded.
 
 use suanpan_ops::WeightFormat;
 
 use crate::assemble::LayerStore;
+use crate::config::ExpertsConfig;
 use crate::error::ModelError;
-use crate::weights::{Gated, Linear, Tensor};
+use crate::weights::{Gated, Linear, Mlp, Tensor};
 
 /// Elements and bytes of an MXFP4 block without its scale.
 const BLOCK: usize = 32;
 const BLOCK_BYTES: usize = 16;
 
-/// `count` experts of widths `hidden` and `inter`.
-pub(crate) fn weights(
-    count: usize,
+/// A choice of experts and what every token uses beside them; `bias`: of the latter.
+pub(crate) fn beside_shared(
+    facts: ExpertsConfig,
     hidden: usize,
-    inter: usize,
+    bias: bool,
+    store: &mut LayerStore<'_>,
+) -> Result<Mlp, ModelError> {
+    let router = store.linear(store.names.router, [facts.count, hidden], false)?;
+    let stacked = store.has("ffn_gate_exps.weight");
+    let experts = if stacked { stacks(facts, hidden, false, store)? } else { apart(facts, hidden, store)? };
+    let mut role = |role: &str, rows: usize, cols: usize| {
+        let name = match stacked {
+            true => format!("ffn_{role}_shexp.weight"),
+            false => format!("mlp.shared_experts.{role}_proj.weight"),
+        };
+        store.linear(&name, [rows, cols], bias)
+    };
+    let shared = match facts.shared_width {
+        0 => None,
+        n => Some(Box::new(Gated {
+            gate: role("gate", n, hidden)?,
+            up: role("up", n, hidden)?,
+            down: role("down", hidden, n)?,
+        })),
+    };
+    Ok(Mlp::Experts { router, experts, shared })
+}
+
+/// Experts in tensors of their own.
+fn apart(facts: ExpertsConfig, hidden: usize, store: &mut LayerStore<'_>) -> Result<Vec<Gated>, ModelError> {
+    let expert = |e: usize| {
+        let mut role = |role: &str, rows: usize, cols: usize| {
+            let name = format!("mlp.experts.{e}.{role}_proj.weight");
+            store.linear(&name, [rows, cols], false)
+        };
+        Ok(Gated {
+            gate: role("gate", facts.width, hidden)?,
+            up: role("up", facts.width, hidden)?,
+            down: role("down", hidden, facts.width)?,
+        })
+    };
+    (0..facts.count).map(expert).collect()
+}
+
+/// Experts in one tensor a role, `[experts, out, in]`, with or without biases `[experts, out]`.
+fn stacks(
+    facts: ExpertsConfig,
+    hidden: usize,
+    bias: bool,
     store: &mut LayerStore<'_>,
 ) -> Result<Vec<Gated>, ModelError> {
-    if store.has("ffn_gate_exps.weight") {
-        let mut role = |role: &str, rows: usize, cols: usize| {
-            let all = store.tensor(&format!("ffn_{role}_exps.weight"), &[count, rows, cols])?;
-            let bias = store.tensor(&format!("ffn_{role}_exps.bias"), &[count, rows])?.to_f32();
-            Ok::<_, ModelError>((0..count).map(move |e| Linear {
-                weight: all.slice_rows(e * rows..(e + 1) * rows).expect("experts have no scales beside them"),
-                bias: Some(bias[e * rows..(e + 1) * rows].to_vec()),
-            }))
-        };
-        let (gate, up, down) =
-            (role("gate", inter, hidden)?, role("up", inter, hidden)?, role("down", hidden, inter)?);
-        return Ok(gate.zip(up).zip(down).map(|((gate, up), down)| Gated { gate, up, down }).collect());
-    }
+    let (count, width) = (facts.count, facts.width);
+    let mut role = |role: &str, rows: usize, cols: usize| {
+        let all = store.tensor(&format!("ffn_{role}_exps.weight"), &[count, rows, cols])?;
+        let name = format!("ffn_{role}_exps.bias");
+        let bias = if bias { Some(store.tensor(&name, &[count, rows])?.to_f32()) } else { None };
+        Ok::<_, ModelError>((0..count).map(move |e| Linear {
+            weight: all.slice_rows(e * rows..(e + 1) * rows).expect("experts have no scales beside them"),
+            bias: bias.as_ref().map(|b| b[e * rows..(e + 1) * rows].to_vec()),
+        }))
+    };
+    let (gate, up, down) =
+        (role("gate", width, hidden)?, role("up", width, hidden)?, role("down", hidden, width)?);
+    Ok(gate.zip(up).zip(down).map(|((gate, up), down)| Gated { gate, up, down }).collect())
+}
+
+/// A choice of experts whose products, and whose router, have biases.
+pub(crate) fn with_biases(
+    facts: ExpertsConfig,
+    hidden: usize,
+    store: &mut LayerStore<'_>,
+) -> Result<Mlp, ModelError> {
+    let router = store.linear(store.names.router, [facts.count, hidden], true)?;
+    let experts = if store.has("ffn_gate_exps.weight") {
+        stacks(facts, hidden, true, store)?
+    } else {
+        in_turn(facts, hidden, store)?
+    };
+    Ok(Mlp::Experts { router, experts, shared: None })
+}
+
+/// Experts of gpt-oss in safetensors: rows of gate and up in turn.
+fn in_turn(
+    facts: ExpertsConfig,
+    hidden: usize,
+    store: &mut LayerStore<'_>,
+) -> Result<Vec<Gated>, ModelError> {
+    let (count, inter) = (facts.count, facts.width);
     let up_bias = store.tensor("mlp.experts.gate_up_proj_bias", &[count, 2 * inter])?.to_f32();
     let down_bias = store.tensor("mlp.experts.down_proj_bias", &[count, hidden])?.to_f32();
     let gate_up = rows_of("gate_up_proj", count, 2 * inter, hidden, store)?;

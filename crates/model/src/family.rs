@@ -48,6 +48,18 @@ pub enum Cap {
     Default(f64),
 }
 
+/// Whether the MLP is a choice of experts, and what weighs them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Experts {
+    /// One MLP.
+    No,
+    /// The softmax over the logits of the chosen ones; router and experts have biases.
+    OverChosen,
+    /// The softmax over all logits, times a factor of the config; no biases, experts for every token beside the chosen, first layers
+    /// with one MLP.
+    OverAll,
+}
+
 /// Facts of one family.
 #[derive(Debug, PartialEq)]
 pub struct Family {
@@ -59,7 +71,9 @@ pub struct Family {
     pub classes: &'static [&'static str],
     /// `general.architecture` in GGUF files.
     pub gguf: &'static [&'static str],
-    /// Which elements form a rotary pair in GGUF files; safetensors always keep halves.
+    /// Which elements form a rotary pair in safetensors files.
+    pub rope: RopeStyle,
+    /// The same in GGUF files.
     pub gguf_rope: RopeStyle,
     /// Base of the rotary frequencies where a file names none.
     pub theta: f64,
@@ -90,7 +104,9 @@ pub struct Family {
     /// The function on the gate.
     pub activation: Activation,
     /// Whether the MLP is a choice of experts.
-    pub experts: bool,
+    pub experts: Experts,
+    /// Whether keys and values are products of one latent vector a token, which is what the cache holds.
+    pub latent: bool,
     /// `tie_word_embeddings` where config.json does not say.
     pub tied: bool,
 }
@@ -101,6 +117,7 @@ pub static LLAMA: Family = Family {
     model_types: &["llama"],
     classes: &["LlamaForCausalLM"],
     gguf: &["llama"],
+    rope: RopeStyle::Half,
     gguf_rope: RopeStyle::Interleaved,
     theta: 10_000.0,
     local_theta: None,
@@ -116,7 +133,8 @@ pub static LLAMA: Family = Family {
     scaled_embedding: false,
     fused: false,
     activation: Activation::Silu,
-    experts: false,
+    experts: Experts::No,
+    latent: false,
     tied: false,
 };
 
@@ -225,13 +243,26 @@ pub static GPT_OSS: Family = Family {
     windows: Windows::Pattern(2),
     sinks: true,
     activation: Activation::ClampedSwiglu { alpha: 1.702, limit: 7.0 },
-    experts: true,
+    experts: Experts::OverChosen,
+    ..LLAMA
+};
+
+/// DeepSeek-V2: latent attention, experts beside shared ones.
+pub static DEEPSEEK2: Family = Family {
+    name: "DeepSeek-V2",
+    model_types: &["deepseek_v2"],
+    classes: &["DeepseekV2ForCausalLM"],
+    gguf: &["deepseek2"],
+    rope: RopeStyle::Interleaved,
+    bias: BiasRule::Never,
+    experts: Experts::OverAll,
+    latent: true,
     ..LLAMA
 };
 
 /// Every family, in the order in which tables print them.
-pub static ALL: [&Family; 9] =
-    [&LLAMA, &MISTRAL, &SMOLLM3, &QWEN2, &QWEN3, &GEMMA2, &GEMMA3, &PHI3, &GPT_OSS];
+pub static ALL: [&Family; 10] =
+    [&LLAMA, &MISTRAL, &SMOLLM3, &QWEN2, &QWEN3, &GEMMA2, &GEMMA3, &PHI3, &GPT_OSS, &DEEPSEEK2];
 
 /// The family of a `model_type` of config.json.
 pub fn by_model_type(name: &str) -> Option<&'static Family> {

@@ -6,7 +6,7 @@ use serde::Serialize;
 use suanpan_base::DType;
 
 use crate::config::{ModelConfig, RopeConfig, RopeScaling};
-use crate::family::Norms;
+use crate::family::{Experts, Norms};
 use crate::load::Model;
 use crate::rope;
 
@@ -79,6 +79,8 @@ pub struct Sizes {
     pub head_dim_qk: usize,
     /// Width of a value head.
     pub head_dim_v: usize,
+    /// Of latent attention, whose heads above are the absorbed ones: a head's elements that are not rotated, and its output's width.
+    pub latent: Option<[usize; 2]>,
     /// Elements of a head that are rotated.
     pub rotary_dim: usize,
     /// Factor of the scores.
@@ -101,6 +103,8 @@ pub struct Sizes {
     pub biases: Vec<&'static str>,
     /// Experts of a layer, and how many a token uses.
     pub experts: Option<[usize; 2]>,
+    /// Width of what every token uses beside them.
+    pub shared_experts_width: Option<usize>,
     /// Whether the head is the embedding.
     pub tie_word_embeddings: bool,
 }
@@ -224,7 +228,12 @@ fn tensors(model: &Model) -> Vec<TensorFacts> {
 
 fn sizes(config: &ModelConfig) -> Sizes {
     let (heads, family, biases) = (config.heads, config.family, config.biases);
-    let with_bias = [("qkv", biases.qkv), ("o", biases.o), ("mlp", biases.mlp), ("experts", family.experts)];
+    let with_bias = [
+        ("qkv", biases.qkv),
+        ("o", biases.o),
+        ("mlp", biases.mlp),
+        ("experts", family.experts == Experts::OverChosen),
+    ];
     Sizes {
         vocab_size: config.vocab_size,
         hidden_size: config.hidden_size,
@@ -234,6 +243,7 @@ fn sizes(config: &ModelConfig) -> Sizes {
         num_kv_heads: heads.num_kv_heads,
         head_dim_qk: heads.head_dim_qk,
         head_dim_v: heads.head_dim_v,
+        latent: config.latent.map(|l| [l.nope_dim, l.v_dim]),
         rotary_dim: config.rotary_dim,
         softmax_scale: config.softmax_scale.unwrap_or(heads.default_scale()),
         attn_softcap: config.attn_softcap,
@@ -248,6 +258,7 @@ fn sizes(config: &ModelConfig) -> Sizes {
         activation: format!("{:?}", family.activation),
         biases: with_bias.into_iter().filter(|b| b.1).map(|b| b.0).collect(),
         experts: config.experts.map(|e| [e.count, e.per_token]),
+        shared_experts_width: config.experts.map(|e| e.shared_width).filter(|&n| n > 0),
         tie_word_embeddings: config.tie_word_embeddings,
     }
 }

@@ -75,17 +75,23 @@ fn yarn_ramp(
     (0..rotary_dim / 2).map(move |i| ((i as f64 - low) / (high - low)).clamp(0.0, 1.0))
 }
 
+/// 0.1 · `m` · ln(`factor`) + 1: YaRN's scale for an extension by `factor`; 1 for none.
+pub fn mscale(factor: f64, m: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 }
+}
+
 /// Multiplier of cosine and sine under YaRN: `given`, else by the two mscales, else 0.1 ln(factor) + 1.
 pub fn yarn_attention_factor(
     given: Option<f64>,
     factor: f64,
-    mscale: Option<f64>,
+    one_dim: Option<f64>,
     all_dim: Option<f64>,
 ) -> f64 {
-    let scale = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
     // As the reference does, a scale of 0 counts as not given.
-    let both = mscale.zip(all_dim).filter(|&(m, all)| m != 0.0 && all != 0.0);
-    given.unwrap_or_else(|| both.map_or(scale(1.0), |(m, all)| scale(m) / scale(all)))
+    let both = one_dim.zip(all_dim).filter(|&(m, all)| m != 0.0 && all != 0.0);
+    given.unwrap_or_else(|| {
+        both.map_or(mscale(factor, 1.0), |(m, all)| mscale(factor, m) / mscale(factor, all))
+    })
 }
 
 /// The same under LongRoPE: `given`, else sqrt(1 + ln(factor) / ln(original)), with `factor` the extension of the length.

@@ -68,13 +68,13 @@ impl From<Tensor> for Linear {
 pub struct LayerWeights {
     /// `[hidden_size]`, before attention.
     pub attn_norm: Vec<f32>,
-    /// `[num_q_heads * head_dim_qk, hidden_size]`.
+    /// `[num_q_heads * head_dim_qk, hidden_size]`; of latent attention `[num_q_heads * (nope_dim + rotary_dim), hidden_size or q_rank]`.
     pub q: Linear,
-    /// `[num_kv_heads * head_dim_qk, hidden_size]`.
+    /// `[num_kv_heads * head_dim_qk, hidden_size]`; of latent attention what makes the latent elements, `[head_dim_v, hidden_size]`.
     pub k: Linear,
-    /// `[num_kv_heads * head_dim_v, hidden_size]`.
-    pub v: Linear,
-    /// `[hidden_size, num_q_heads * head_dim_v]`.
+    /// Where values come from.
+    pub v: Values,
+    /// `[hidden_size, o_cols]`.
     pub o: Linear,
     /// `[head_dim_qk]` each: norms of q's and k's heads.
     pub qk_norms: Option<[Vec<f32>; 2]>,
@@ -84,6 +84,30 @@ pub struct LayerWeights {
     pub post_attn_norm: Option<Vec<f32>>,
     /// The MLP, if the layer has one.
     pub ffn: Option<Ffn>,
+}
+
+/// Where values come from.
+#[derive(Clone, Debug)]
+pub enum Values {
+    /// A product of the stream: `[num_kv_heads * head_dim_v, hidden_size]`.
+    Own(Linear),
+    /// They lie in the keys, which are latent.
+    InKeys(Box<Latent>),
+}
+
+/// What latent attention has beside q, k and o.
+#[derive(Clone, Debug)]
+pub struct Latent {
+    /// `[q_rank, hidden_size]` and its norm `[q_rank]`: what queries are made from, if not the stream.
+    pub q_down: Option<(Linear, Vec<f32>)>,
+    /// `[rotary_dim, hidden_size]`: the rotated part of a key.
+    pub k_rope: Linear,
+    /// `[head_dim_v]`: norm of the latent elements.
+    pub norm: Vec<f32>,
+    /// `[head_dim_v, nope_dim]` a head: from a query to what it is multiplied with in the latent (the key's product, transposed).
+    pub q_up: Vec<Linear>,
+    /// `[v_dim, head_dim_v]` a head: from the latent that attention gives to the head's output.
+    pub v_up: Vec<Linear>,
 }
 
 /// The second half of a layer.
@@ -108,6 +132,8 @@ pub enum Mlp {
         router: Linear,
         /// The experts, all of one shape.
         experts: Vec<Gated>,
+        /// What every token uses beside them.
+        shared: Option<Box<Gated>>,
     },
 }
 
@@ -125,9 +151,9 @@ pub struct Gated {
 impl LayerWeights {
     /// Every product with the name of its role.
     pub fn linears(&self) -> impl Iterator<Item = (String, &Linear)> {
-        let attention = [("q", &self.q), ("k", &self.k), ("v", &self.v), ("o", &self.o)];
+        let attention = [("q", &self.q), ("k", &self.k), ("o", &self.o)];
         let attention = attention.into_iter().map(|(role, l)| (role.to_string(), l));
-        attention.chain(self.ffn.iter().flat_map(|f| f.mlp.linears()))
+        attention.chain(self.v.linears()).chain(self.ffn.iter().flat_map(|f| f.mlp.linears()))
     }
 
     /// Every vector that is not a bias.
@@ -135,25 +161,62 @@ impl LayerWeights {
         let ffn = self.ffn.iter().flat_map(|f| std::iter::once(&f.norm).chain(&f.post_norm));
         std::iter::once(&self.attn_norm)
             .chain(self.qk_norms.iter().flatten())
+            .chain(self.v.vectors())
             .chain(&self.sinks)
             .chain(&self.post_attn_norm)
             .chain(ffn)
     }
 }
 
+impl Gated {
+    fn roles(&self) -> [(&'static str, &Linear); 3] {
+        [("gate", &self.gate), ("up", &self.up), ("down", &self.down)]
+    }
+}
+
+impl Values {
+    /// Every product with the name of its role.
+    fn linears(&self) -> impl Iterator<Item = (String, &Linear)> {
+        let (own, latent) = match self {
+            Values::Own(v) => (Some(v), None),
+            Values::InKeys(latent) => (None, Some(&**latent)),
+        };
+        let up = |role: &'static str, all: fn(&Latent) -> &Vec<Linear>| {
+            let heads = latent.into_iter().flat_map(move |l| all(l).iter().enumerate());
+            heads.map(move |(h, l)| (format!("head {h} {role}"), l))
+        };
+        let down = latent.into_iter().flat_map(|l| {
+            let q_down = l.q_down.iter().map(|(linear, _)| ("q_down".to_string(), linear));
+            q_down.chain([("k_rope".to_string(), &l.k_rope)])
+        });
+        let own = own.into_iter().map(|v| ("v".to_string(), v));
+        own.chain(down).chain(up("q_up", |l| &l.q_up)).chain(up("v_up", |l| &l.v_up))
+    }
+
+    /// Every vector that is not a bias.
+    fn vectors(&self) -> impl Iterator<Item = &Vec<f32>> {
+        let latent = match self {
+            Values::Own(_) => None,
+            Values::InKeys(latent) => Some(latent),
+        };
+        latent.into_iter().flat_map(|l| l.q_down.iter().map(|(_, norm)| norm).chain([&l.norm]))
+    }
+}
+
 impl Mlp {
     /// Every product with the name of its role.
     pub fn linears(&self) -> impl Iterator<Item = (String, &Linear)> {
-        let (router, all) = match self {
-            Mlp::Dense(gated) => (None, std::slice::from_ref(&**gated)),
-            Mlp::Experts { router, experts } => (Some(router), experts.as_slice()),
+        let (router, all, shared) = match self {
+            Mlp::Dense(gated) => (None, std::slice::from_ref(&**gated), None),
+            Mlp::Experts { router, experts, shared } => (Some(router), experts.as_slice(), shared.as_deref()),
         };
+        let beside = shared.into_iter().flat_map(Gated::roles).map(|(role, l)| (format!("shared {role}"), l));
         let many = router.is_some();
         let each = all.iter().enumerate().flat_map(move |(e, g)| {
             let name = move |role: &str| if many { format!("expert {e} {role}") } else { role.to_string() };
-            [("gate", &g.gate), ("up", &g.up), ("down", &g.down)].map(|(role, l)| (name(role), l))
+            g.roles().map(|(role, l)| (name(role), l))
         });
-        router.into_iter().map(|r| ("router".to_string(), r)).chain(each)
+        router.into_iter().map(|r| ("router".to_string(), r)).chain(each).chain(beside)
     }
 }
 
@@ -266,13 +329,8 @@ impl Tensor {
     /// A copy in which each of `count` stacked matrices of plain floats is transposed.
     pub(crate) fn transposed(&self, count: usize) -> Result<Tensor, ModelError> {
         if self.format.is_quantised() {
-            let found = format!("experts in {}", self.format);
-            return Err(ModelError::bad(
-                self.source.name(),
-                "tensor",
-                found,
-                "F32, F16, BF16 or MXFP4 experts",
-            ));
+            let found = format!("a matrix in {} that is to be transposed", self.format);
+            return Err(ModelError::bad(self.source.name(), "tensor", found, "F32, F16 or BF16"));
         }
         let (rows, size) = (self.rows / count, self.format.block_bytes());
         let data = self.bytes();

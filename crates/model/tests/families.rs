@@ -94,6 +94,10 @@ models! {
     phi3_with_a_window_as_transformers_4_wrote_it: "phi3-old", "phi3-old";
     gpt_oss: "gpt-oss", "gpt-oss";
     gpt_oss_gguf: "gpt-oss.gguf", "gpt-oss";
+    deepseek2_lite_with_keys_of_576_and_values_of_512: "deepseek2-lite", "deepseek2-lite";
+    deepseek2_with_narrowed_queries: "deepseek2", "deepseek2";
+    deepseek2_gguf: "deepseek2.gguf", "deepseek2";
+    gpt_oss_with_experts_in_mxfp4_blocks: "gpt-oss-mxfp4", "gpt-oss-mxfp4";
     fp8_with_scales_a_block: "fp8-blocks", "fp8-blocks";
     fp8_with_scales_a_row: "fp8-rows", "fp8-rows";
     rope_linear: "rope-linear", "rope-linear";

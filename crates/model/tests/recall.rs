@@ -9,7 +9,7 @@ use common::random::wrap;
 use suanpan_base::DType;
 use suanpan_model::forward::{ExecOptions, LogitRows};
 use suanpan_model::recall::{self, Haystack, MIN_MARGIN, WINDOW, haystack};
-use suanpan_model::{LayerConfig, Model, ModelConfig, Tensor, Weights};
+use suanpan_model::{LayerConfig, Model, ModelConfig, Tensor, Values, Weights};
 
 fn model() -> Arc<Model> {
     wrap(recall::config(), recall::weights())
@@ -205,7 +205,8 @@ fn a_wrong_head_mapping_changes_the_text() {
         let right = right_after(|_, w| {
             let l = &mut w.layers[layer];
             l.k.weight = reorder_rows(&l.k.weight, 64, &[1, 0]);
-            l.v.weight = reorder_rows(&l.v.weight, 64, &[1, 0]);
+            let Values::Own(v) = &mut l.v else { panic!("the constructed model has values of its own") };
+            v.weight = reorder_rows(&v.weight, 64, &[1, 0]);
         });
         assert_eq!(right, 0, "layer {layer}");
     }

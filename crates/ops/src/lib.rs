@@ -12,6 +12,7 @@ pub mod linear;
 pub mod norm;
 pub mod quantize;
 pub mod rope;
+pub mod rotate;
 
 pub use activation::{Activation, add_bias, add_into, gated, scale, softcap};
 pub use embed::embed;
@@ -21,3 +22,4 @@ pub use linear::{LinearOut, LinearWorkspace, linear};
 pub use norm::{rms_norm, rms_norm_in_place};
 pub use quantize::{LinearInput, Precision};
 pub use rope::{RopeStyle, RopeTable, rope};
+pub use rotate::hadamard;

@@ -2,18 +2,18 @@
 //!
 //! Every visible pair once; messages matched in order; nobody waits in a circle; nothing read before it is there, nothing rewritten while
 //! somebody reads it; every result at home with all of its parts, each once; bytes as the ledger's formula. Steps are executed on names:
-//! a buffer holds, for each (rank, head), the set of tiles that were added to it.
+//! a buffer holds, for each (parcel, head), the set of tiles that were added to it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
-use suanpan_ledger::parallel;
+use suanpan_ledger::parallel::{self, Carriers};
 
 use crate::flaw::Flaw;
-use crate::plan::{CARRIER_BYTES, ParallelPlan, Pass, Region, Scheme, Step, Transfer, What, Work, own};
+use crate::plan::{Holds, ParallelPlan, Pass, Region, Scheme, Step, Transfer, What, Work, own};
 use crate::ring;
-use crate::shard::Run;
+use crate::shard::{Run, number};
 
 /// A plan that passed [`check`]; only such a plan runs.
 #[derive(Clone, Debug)]
@@ -38,20 +38,20 @@ pub fn check(plan: ParallelPlan) -> Result<Checked, Flaw> {
     Ok(Checked(Arc::new(plan)))
 }
 
-/// A tile with its place in the plan and the ranks whose tokens it touches.
+/// A tile with its place in the plan and the parcels whose tokens it touches.
 struct Placed<'p> {
     rank: usize,
     step: usize,
     work: &'p Work,
-    q_origins: BTreeSet<usize>,
-    k_origins: BTreeSet<usize>,
+    q_parcels: BTreeSet<usize>,
+    k_parcels: BTreeSet<usize>,
 }
 
 /// A plan with what follows from its shards.
 struct Facts<'p> {
     plan: &'p ParallelPlan,
-    /// The rank that holds each global position.
-    owner: Vec<u32>,
+    /// The parcel that each global position is in.
+    parcel: Vec<u32>,
     /// All tiles, in order of rank and step.
     tiles: Vec<Placed<'p>>,
     /// First tile of each (rank, step).
@@ -64,14 +64,11 @@ fn malformed(rank: usize, step: usize, what: impl Into<String>) -> Flaw {
 
 impl<'p> Facts<'p> {
     fn of(plan: &'p ParallelPlan) -> Result<Facts<'p>, Flaw> {
-        let mut owner = vec![0; plan.shards.all_tokens()];
-        for rank in 0..plan.shards.cp_size() {
-            plan.shards.positions(rank).for_each(|at| owner[at] = rank as u32);
-        }
         if plan.ranks.len() != plan.shards.cp_size() {
             return Err(malformed(0, 0, "as many rank plans as ranks"));
         }
-        let mut facts = Facts { plan, owner, tiles: Vec::new(), first: Vec::new() };
+        let parcel = parcels(plan)?;
+        let mut facts = Facts { plan, parcel, tiles: Vec::new(), first: Vec::new() };
         for (rank, steps) in plan.ranks.iter().enumerate() {
             facts.first.push(Vec::new());
             for (t, step) in steps.steps.iter().enumerate() {
@@ -79,9 +76,9 @@ impl<'p> Facts<'p> {
                 facts.first[rank].push(first);
                 facts.well_formed(rank, t, step)?;
                 for work in &step.work {
-                    let origins = |run: Run| run.positions().map(|at| facts.owner[at] as usize).collect();
-                    let (q_origins, k_origins) = (origins(work.tile.q), origins(work.tile.k));
-                    facts.tiles.push(Placed { rank, step: t, work, q_origins, k_origins });
+                    let parcels = |run: Run| run.positions().map(|at| facts.parcel[at] as usize).collect();
+                    let (q_parcels, k_parcels) = (parcels(work.tile.q), parcels(work.tile.k));
+                    facts.tiles.push(Placed { rank, step: t, work, q_parcels, k_parcels });
                 }
             }
         }
@@ -98,7 +95,8 @@ impl<'p> Facts<'p> {
             let Some(buffer) = buffers.get(r.buffer) else {
                 return Err(malformed(rank, t, "no such buffer"));
             };
-            if r.origin >= n || r.heads.start < buffer.heads.start || r.heads.end > buffer.heads.end {
+            let heads = r.heads.start >= buffer.heads.start && r.heads.end <= buffer.heads.end;
+            if !heads || r.parcels.end > plan.parcels.len() || !self.fits(&buffer.holds, &r.parcels) {
                 return Err(malformed(rank, t, format!("buffer {} has no region {r:?}", r.buffer)));
             }
         }
@@ -112,6 +110,28 @@ impl<'p> Facts<'p> {
             }
         }
         step.work.iter().try_for_each(|work| self.work_is_well_formed(rank, t, work))
+    }
+
+    /// Whether a buffer can hold these parcels at once.
+    fn fits(&self, holds: &Holds, parcels: &Range<usize>) -> bool {
+        let of = |p: usize| &self.plan.parcels[p];
+        match holds {
+            _ if parcels.is_empty() => false,
+            Holds::Ranks(size) => of(parcels.start).rank / size == of(parcels.end - 1).rank / size,
+            Holds::Span(span) => parcels
+                .clone()
+                .flat_map(|p| self.plan.runs(p))
+                .all(|run| span.start <= run.hull().start && run.hull().end <= span.end),
+        }
+    }
+
+    /// Whether a kernel can walk through the run's rows: they are apart by one step in the buffer.
+    fn walks(&self, holds: &Holds, run: Run) -> bool {
+        let Holds::Ranks(size) = holds else { return true };
+        let rank = self.plan.parcels[self.parcel[run.start] as usize].rank;
+        let memory = self.plan.shards.group(rank / size * size, *size);
+        let at = |i: usize| number(&memory, run.at(i));
+        at(0).zip(at(run.count - 1)).is_some_and(|(first, last)| last - first == run.count - 1)
     }
 
     fn work_is_well_formed(&self, rank: usize, t: usize, work: &Work) -> Result<(), Flaw> {
@@ -134,9 +154,13 @@ impl<'p> Facts<'p> {
         if !groups || q.end > heads.num_q_heads || !q.clone().all(right) {
             return Err(malformed(rank, t, format!("query heads {q:?} over kv heads {kv:?}")));
         }
-        let inside = |run: Run| run.count > 0 && run.step > 0 && run.hull().end <= self.owner.len();
+        let inside = |run: Run| run.count > 0 && run.step > 0 && run.hull().end <= self.parcel.len();
         if !inside(tile.q) || !inside(tile.k) {
             return Err(malformed(rank, t, "a tile outside of all tokens"));
+        }
+        let holds = |buffer: usize| &self.plan.ranks[rank].buffers[buffer].holds;
+        if !self.walks(holds(work.q), tile.q) || !self.walks(holds(work.kv), tile.k) {
+            return Err(malformed(rank, t, "a tile of rows that do not follow each other"));
         }
         Ok(())
     }
@@ -144,7 +168,7 @@ impl<'p> Facts<'p> {
     /// Every visible (query, key) pair of every head in exactly one tile, and no other pair.
     fn pairs(&self) -> Result<(), Flaw> {
         let mask = &self.plan.mask;
-        let mut rows: Vec<Vec<(usize, Run)>> = vec![Vec::new(); self.owner.len()];
+        let mut rows: Vec<Vec<(usize, Run)>> = vec![Vec::new(); self.parcel.len()];
         for (number, placed) in self.tiles.iter().enumerate() {
             let tile = &placed.work.tile;
             for (i, query) in tile.q.positions().enumerate() {
@@ -182,30 +206,49 @@ impl<'p> Facts<'p> {
         Ok(())
     }
 
-    /// Bytes sent, rank by rank, against the ledger's formula; who needs whose keys is looked up in the mask, row by row.
-    fn bytes(&self) -> Result<(), Flaw> {
+    /// `[rank][origin]`: how many keys of `origin` some query of `rank` sees, looked up in the mask row by row.
+    fn seen(&self) -> Vec<Vec<usize>> {
         let (plan, n) = (self.plan, self.plan.ranks.len());
-        let mut needs = vec![vec![false; n]; n];
-        for (query, &owner) in self.owner.iter().enumerate() {
-            for keys in plan.mask.keys(query).filter(|keys| !keys.is_empty()) {
-                for (origin, needed) in
-                    needs[owner as usize].iter_mut().enumerate().filter(|(_, needed)| !**needed)
-                {
-                    *needed = plan.shards.runs(origin).iter().any(|run| run.within(&keys).count > 0);
-                }
+        let of = |rank: usize| {
+            let mut change = vec![0i64; self.parcel.len() + 1];
+            for keys in plan.shards.positions(rank).flat_map(|query| plan.mask.keys(query)) {
+                change[keys.start] += 1;
+                change[keys.end] -= 1;
             }
-        }
-        let (tokens, backward) = (plan.shards.counts(), plan.pass == Pass::Backward);
+            let (mut depth, mut seen) = (0, vec![0; n]);
+            for (at, change) in change.into_iter().enumerate().take(self.parcel.len()) {
+                depth += change;
+                seen[plan.parcels[self.parcel[at] as usize].rank] += usize::from(depth > 0);
+            }
+            seen
+        };
+        (0..n).map(of).collect()
+    }
+
+    /// Bytes sent, rank by rank, against the ledger's formula.
+    fn bytes(&self) -> Result<(), Flaw> {
+        let (plan, n, size) = (self.plan, self.plan.ranks.len(), self.plan.ulysses_size());
+        let (seen, tokens) = (self.seen(), plan.shards.counts());
+        let c = Carriers::of(plan.heads, plan.pass == Pass::Backward, plan.order_free());
+        let (q, kv) = (plan.heads.num_q_heads as u64, plan.heads.num_kv_heads as u64);
+        let needs = |rank: usize, origin: usize| seen[rank][origin] > 0;
+        let group = |g: usize| g * size..(g + 1) * size;
+        let meets = |a: usize, b: usize| group(a).any(|rank| group(b).any(|origin| needs(rank, origin)));
         let ledger = match plan.scheme {
-            Scheme::Ring => {
-                let hops = ring::hops(n, |rank, origin| needs[rank][origin]);
-                parallel::ring_bytes(plan.heads, &tokens, &hops, backward, CARRIER_BYTES)
+            Scheme::RingQuery => {
+                let hops = ring::hops(n, |at, origin| needs(origin, at));
+                parallel::ring_bytes(&tokens, &hops, q * c.q, q * c.result)
             }
             Scheme::AllGather => {
-                parallel::all_gather_bytes(plan.heads, &tokens, &needs, backward, CARRIER_BYTES)
+                let whole = |rank: usize| (0..n).map(move |o| (rank, o));
+                let chunks = |(rank, o)| if needs(rank, o) { tokens[o] } else { 0 };
+                let chunks: Vec<Vec<usize>> = (0..n).map(|r| whole(r).map(chunks).collect()).collect();
+                parallel::gather_bytes(&chunks, kv * c.kv, kv * c.d_kv)
             }
-            Scheme::Ulysses => {
-                parallel::ulysses_bytes(plan.heads, &tokens, &plan.split, backward, CARRIER_BYTES)
+            Scheme::Halo => parallel::gather_bytes(&seen, kv * c.kv, kv * c.d_kv),
+            Scheme::Ring | Scheme::Ulysses | Scheme::Hybrid(_) => {
+                let hops = ring::hops(n / size, meets);
+                parallel::hybrid_bytes(c, &tokens, &plan.split, size, &hops)
             }
         };
         for (rank, ledger) in ledger.into_iter().enumerate() {
@@ -220,15 +263,43 @@ impl<'p> Facts<'p> {
     /// The regions that a tile's kernel touches: (q, kv, result and d_kv).
     fn regions(&self, placed: &Placed<'_>) -> (Vec<Region>, Vec<Region>) {
         let (work, tile) = (placed.work, &placed.work.tile);
-        let of = |buffer: usize, origins: &BTreeSet<usize>, heads: &Range<usize>| -> Vec<Region> {
-            origins.iter().map(|&origin| Region { buffer, origin, heads: heads.clone() }).collect()
+        let of = |buffer: usize, parcels: &BTreeSet<usize>, heads: &Range<usize>| -> Vec<Region> {
+            parcels.iter().map(|&p| Region { buffer, parcels: p..p + 1, heads: heads.clone() }).collect()
         };
-        let mut reads = of(work.q, &placed.q_origins, &tile.q_heads);
-        reads.extend(of(work.kv, &placed.k_origins, &tile.kv_heads));
-        let mut writes = of(work.result, &placed.q_origins, &tile.q_heads);
-        writes.extend(work.d_kv.iter().flat_map(|&b| of(b, &placed.k_origins, &tile.kv_heads)));
+        let mut reads = of(work.q, &placed.q_parcels, &tile.q_heads);
+        reads.extend(of(work.kv, &placed.k_parcels, &tile.kv_heads));
+        let mut writes = of(work.result, &placed.q_parcels, &tile.q_heads);
+        writes.extend(work.d_kv.iter().flat_map(|&b| of(b, &placed.k_parcels, &tile.kv_heads)));
         (reads, writes)
     }
+}
+
+/// The parcel of every global position; refuses parcels that are not all tokens, each once, rank by rank.
+fn parcels(plan: &ParallelPlan) -> Result<Vec<u32>, Flaw> {
+    let mut of = vec![u32::MAX; plan.shards.all_tokens()];
+    let sorted = plan.parcels.is_sorted_by_key(|p| p.rank);
+    for number in 0..plan.parcels.len() {
+        let parcel = &plan.parcels[number];
+        if parcel.rank >= plan.ranks.len() || parcel.tokens.end > plan.shards.tokens(parcel.rank) {
+            return Err(malformed(parcel.rank, 0, "a parcel of tokens that are not there"));
+        }
+        for at in plan.runs(number).into_iter().flat_map(Run::positions) {
+            if of[at] != u32::MAX {
+                return Err(malformed(parcel.rank, 0, format!("position {at} in two parcels")));
+            }
+            of[at] = number as u32;
+        }
+    }
+    match of.iter().position(|p| *p == u32::MAX) {
+        None if sorted => Ok(of),
+        None => Err(malformed(0, 0, "parcels not in order of ranks")),
+        Some(at) => Err(malformed(0, 0, format!("position {at} in no parcel"))),
+    }
+}
+
+/// Every (parcel, head) of a region.
+fn places(parcels: &Range<usize>, heads: &Range<usize>) -> Vec<(usize, usize)> {
+    parcels.clone().flat_map(|p| heads.clone().map(move |h| (p, h))).collect()
 }
 
 /// A position that two of these runs share. Sorted by their starts.
@@ -267,14 +338,14 @@ fn matched(plan: &ParallelPlan) -> Result<(), Flaw> {
         }
     }
     let same =
-        |a: &Message<'_>, b: &Message<'_>| (a.0, a.1.origin, &a.1.heads) == (b.0, b.1.origin, &b.1.heads);
+        |a: &Message<'_>, b: &Message<'_>| (a.0, &a.1.parcels, &a.1.heads) == (b.0, &b.1.parcels, &b.1.heads);
     for ((from, to), [sent, expected]) in ends {
         for number in 0..sent.len().max(expected.len()) {
             let (sent, expected) = (sent.get(number), expected.get(number));
             if !sent.zip(expected).is_some_and(|(a, b)| same(a, b)) {
                 let name = |end: Option<&Message<'_>>| {
                     let of = |(what, r): &Message<'_>| {
-                        format!("{what:?} of rank {}, heads {:?}", r.origin, r.heads)
+                        format!("{what:?} of parcels {:?}, heads {:?}", r.parcels, r.heads)
                     };
                     end.map_or("nothing".to_string(), of)
                 };
@@ -286,7 +357,7 @@ fn matched(plan: &ParallelPlan) -> Result<(), Flaw> {
     Ok(())
 }
 
-/// What a buffer holds: for each (rank, head) the tiles added to it.
+/// What a buffer holds: for each (parcel, head) the tiles added to it.
 type Content = BTreeMap<(usize, usize), BTreeSet<usize>>;
 
 /// Executes a plan on names. Messages wait for their receiver, as on a network without room for them.
@@ -308,7 +379,12 @@ impl<'f, 'p> Machine<'f, 'p> {
         let own = if plan.pass == Pass::Backward { own::D_KV } else { own::RESULT };
         let fill = |rank: usize, number: usize| -> Content {
             let heads = plan.ranks[rank].buffers[number].heads.clone();
-            if number <= own { heads.map(|h| ((rank, h), BTreeSet::new())).collect() } else { Content::new() }
+            let all = places(&plan.parcels_of(rank..rank + 1), &heads);
+            if number <= own {
+                all.into_iter().map(|at| (at, BTreeSet::new())).collect()
+            } else {
+                Content::new()
+            }
         };
         let of = |rank: usize| (0..plan.ranks[rank].buffers.len()).map(|b| fill(rank, b)).collect();
         let pairs = n * n;
@@ -354,26 +430,32 @@ impl<'f, 'p> Machine<'f, 'p> {
 
     fn read(&self, rank: usize, r: &Region) -> Result<Vec<BTreeSet<usize>>, Flaw> {
         let (step, content) = (self.at[rank].0, &self.buffers[rank][r.buffer]);
-        let absent = |head| Flaw::Absent { rank, step, buffer: r.buffer, origin: r.origin, head };
-        r.heads.clone().map(|h| content.get(&(r.origin, h)).cloned().ok_or_else(|| absent(h))).collect()
+        let absent = |(parcel, head)| Flaw::Absent { rank, step, buffer: r.buffer, parcel, head };
+        let of = |at| content.get(&at).cloned().ok_or_else(|| absent(at));
+        places(&r.parcels, &r.heads).into_iter().map(of).collect()
     }
 
     fn write(&mut self, rank: usize, r: &Region, values: Vec<BTreeSet<usize>>) {
-        let whole = self.facts.plan.ranks[rank].buffers[r.buffer].whole;
+        let plan = self.facts.plan;
         let content = &mut self.buffers[rank][r.buffer];
-        if !whole && content.keys().any(|(origin, _)| *origin != r.origin) {
-            content.clear();
+        if let Holds::Ranks(size) = plan.ranks[rank].buffers[r.buffer].holds {
+            // Another group's tokens: what was there is gone.
+            let group = |parcel: usize| plan.parcels[parcel].rank / size;
+            let other = |p: usize| r.parcels.clone().next().is_some_and(|first| group(first) != group(p));
+            if content.keys().next().is_some_and(|(parcel, _)| other(*parcel)) {
+                content.clear();
+            }
         }
-        content.extend(r.heads.clone().map(|h| (r.origin, h)).zip(values));
+        content.extend(places(&r.parcels, &r.heads).into_iter().zip(values));
     }
 
     fn add(&mut self, rank: usize, r: &Region, values: &[BTreeSet<usize>]) -> Result<(), Flaw> {
         let step = self.at[rank].0;
         self.read(rank, r)?;
-        for (head, value) in r.heads.clone().zip(values) {
-            let into = self.buffers[rank][r.buffer].get_mut(&(r.origin, head)).expect("read above");
+        for (at, value) in places(&r.parcels, &r.heads).into_iter().zip(values) {
+            let into = self.buffers[rank][r.buffer].get_mut(&at).expect("read above");
             if !into.is_disjoint(value) {
-                return Err(Flaw::AddedTwice { rank, step, buffer: r.buffer, origin: r.origin });
+                return Err(Flaw::AddedTwice { rank, step, buffer: r.buffer, parcel: at.0 });
             }
             into.extend(value);
         }
@@ -394,10 +476,10 @@ impl<'f, 'p> Machine<'f, 'p> {
             self.posted[recv.peer * n + rank] += 1;
             // Poison: what was there is gone.
             let content = &mut self.buffers[rank][recv.region.buffer];
-            recv.region.heads.clone().for_each(|h| drop(content.remove(&(recv.region.origin, h))));
+            places(&recv.region.parcels, &recv.region.heads).iter().for_each(|at| drop(content.remove(at)));
         }
         for clear in &step.clears {
-            self.write(rank, clear, vec![BTreeSet::new(); clear.heads.len()]);
+            self.write(rank, clear, vec![BTreeSet::new(); clear.parcels.len() * clear.heads.len()]);
         }
         for number in first..first + step.work.len() {
             let (reads, writes) = facts.regions(&facts.tiles[number]);
@@ -421,9 +503,13 @@ impl<'f, 'p> Machine<'f, 'p> {
             writes.extend(w);
         }
         let meet = |a: &Region, b: &Region| {
-            let heads = a.heads.start < b.heads.end && b.heads.start < a.heads.end;
-            let whole = facts.plan.ranks[rank].buffers[a.buffer].whole;
-            a.buffer == b.buffer && if a.origin == b.origin { heads } else { !whole }
+            let overlap = |a: &Range<usize>, b: &Range<usize>| a.start < b.end && b.start < a.end;
+            let group = |r: &Region, size: usize| facts.plan.parcels[r.parcels.start].rank / size;
+            let apart = match facts.plan.ranks[rank].buffers[a.buffer].holds {
+                Holds::Ranks(size) => group(a, size) != group(b, size),
+                Holds::Span(_) => false,
+            };
+            a.buffer == b.buffer && (apart || overlap(&a.parcels, &b.parcels) && overlap(&a.heads, &b.heads))
         };
         let into = |m: &crate::plan::Move| Region { buffer: m.into, ..m.from.clone() };
         let moved: Vec<Region> = step.moves.iter().map(into).collect();
@@ -475,17 +561,17 @@ impl<'f, 'p> Machine<'f, 'p> {
             results.extend((plan.pass == Pass::Backward).then_some(own::D_KV));
             for buffer in results {
                 let what = plan.ranks[rank].buffers[buffer].what;
-                for head in plan.all_heads(what) {
+                for (parcel, head) in places(&plan.parcels_of(rank..rank + 1), &plan.all_heads(what)) {
                     let mine = |(_, p): &(usize, &Placed<'_>)| {
                         let (tile, keys) = (&p.work.tile, what.of_keys());
                         let heads = if keys { &tile.kv_heads } else { &tile.q_heads };
                         heads.contains(&head)
-                            && if keys { &p.k_origins } else { &p.q_origins }.contains(&rank)
+                            && if keys { &p.k_parcels } else { &p.q_parcels }.contains(&parcel)
                     };
                     let want: BTreeSet<usize> =
                         self.facts.tiles.iter().enumerate().filter(mine).map(|(number, _)| number).collect();
                     let none = BTreeSet::new();
-                    let have = self.buffers[rank][buffer].get(&(rank, head)).unwrap_or(&none);
+                    let have = self.buffers[rank][buffer].get(&(parcel, head)).unwrap_or(&none);
                     if *have != want {
                         let (have, want) = (have.len(), want.len());
                         return Err(Flaw::Incomplete { rank, what, head, have, want });

@@ -75,7 +75,7 @@ pub enum Flaw {
         buffer: usize,
     },
     /// Something is read, or added to, that is not there.
-    #[error("rank {rank}, step {step}: buffer {buffer} does not hold head {head} of rank {origin}")]
+    #[error("rank {rank}, step {step}: buffer {buffer} does not hold head {head} of parcel {parcel}")]
     Absent {
         /// Whose step.
         rank: usize,
@@ -84,12 +84,12 @@ pub enum Flaw {
         /// Number of the buffer.
         buffer: usize,
         /// Whose tokens.
-        origin: usize,
+        parcel: usize,
         /// Which head.
         head: usize,
     },
     /// A part of a result is added twice.
-    #[error("rank {rank}, step {step}: a part of rank {origin}'s result is added twice to buffer {buffer}")]
+    #[error("rank {rank}, step {step}: a part of parcel {parcel}'s result is added twice to buffer {buffer}")]
     AddedTwice {
         /// Whose step.
         rank: usize,
@@ -98,7 +98,7 @@ pub enum Flaw {
         /// Number of the buffer.
         buffer: usize,
         /// Whose result.
-        origin: usize,
+        parcel: usize,
     },
     /// A result lacks parts, or has foreign ones, after the last step.
     #[error(

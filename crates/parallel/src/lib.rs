@@ -5,24 +5,33 @@
 //! ```
 //! Deliberately no projections, no cache, no clock in the plan. Positions are global everywhere; a rank without tokens is a normal case.
 
+pub mod attention;
 pub mod check;
+pub mod choose;
+pub mod decode;
 pub mod flaw;
 mod gather;
-pub mod kernel;
+mod kernel;
+pub mod launch;
 pub mod mask;
+mod memory;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod plan;
 mod ring;
 pub mod run;
 pub mod shard;
+pub mod simulate;
+mod threads;
 pub mod tile;
 pub mod transport;
 pub mod ulysses;
 
-pub use check::check;
+pub use attention::{Attention, Bias, Inputs, Outputs, Times};
+pub use check::{Checked, check};
 pub use flaw::Flaw;
-pub use kernel::{Attention, Inputs, Outputs};
 pub use mask::MaskSlices;
 pub use plan::{ParallelPlan, Pass, Request, Scheme};
-pub use run::{Options, run_threads};
+pub use run::{Options, run_rank, run_threads};
 pub use shard::{Layout, Shards};
-pub use transport::{Fault, FaultKind};
+pub use transport::{Fault, FaultKind, Transport};

@@ -45,6 +45,8 @@ impl Slice {
 pub struct MaskSlices {
     mask: Mask,
     lengths: Vec<usize>,
+    /// First tokens of each document that have keys, and no query.
+    cached: Vec<usize>,
     /// First token of each document, and the end of the last one.
     starts: Vec<usize>,
     slices: Vec<Slice>,
@@ -55,6 +57,17 @@ pub struct MaskSlices {
 impl MaskSlices {
     /// Every document of `lengths` tokens (0 is allowed) attends to itself under `mask`.
     pub fn packed(mask: Mask, lengths: &[usize]) -> Result<MaskSlices, BadArgument> {
+        MaskSlices::extended(mask, lengths, &vec![0; lengths.len()])
+    }
+
+    /// The same, of documents whose first `cached` tokens are there already: their keys and values are seen, and their queries are nobody's
+    /// business (rows of zeros, lse -inf). Layouts deal cached and new tokens alike.
+    pub fn extended(mask: Mask, lengths: &[usize], cached: &[usize]) -> Result<MaskSlices, BadArgument> {
+        if cached.len() != lengths.len() || cached.iter().zip(lengths).any(|(c, n)| c > n) {
+            let asked = format!("{} numbers", cached.len());
+            let supported = format!("one a document, at most its length: {}", lengths.len());
+            return Err(BadArgument::new("parallel mask", "cached", asked, supported));
+        }
         let tokens =
             lengths.iter().try_fold(0usize, |sum, n| sum.checked_add(*n).filter(|s| *s <= MAX_TOKENS));
         if tokens.is_none() {
@@ -66,8 +79,14 @@ impl MaskSlices {
                 "at most 2^32 - 1 tokens together",
             ));
         }
-        let mut all =
-            MaskSlices { mask, lengths: lengths.to_vec(), starts: vec![0], slices: vec![], first: vec![0] };
+        let mut all = MaskSlices {
+            mask,
+            lengths: lengths.to_vec(),
+            cached: cached.to_vec(),
+            starts: vec![0],
+            slices: vec![],
+            first: vec![0],
+        };
         for (document, &n) in lengths.iter().enumerate() {
             let start = all.starts[document];
             all.push_document(document, start..start + n);
@@ -82,11 +101,13 @@ impl MaskSlices {
         let (low, high) = (self.mask.left.map(|l| -signed(l)), self.mask.right.map(signed));
         let chunk = self.mask.chunk.map_or(tokens.len().max(1), |c| c.get().min(tokens.len().max(1)));
         let sinks = tokens.start..tokens.end.min(tokens.start.saturating_add(self.mask.sink_tokens));
+        let new = tokens.start + self.cached[document];
         for start in tokens.clone().step_by(chunk) {
             let own = start..tokens.end.min(start + chunk);
+            let queries = own.start.max(new)..own.end.max(new);
             let mut push = |k: Range<usize>, low: Option<i64>, high: Option<i64>| {
-                if !k.is_empty() {
-                    let (document_start, q) = (tokens.start, own.clone());
+                if !k.is_empty() && !queries.is_empty() {
+                    let (document_start, q) = (tokens.start, queries.clone());
                     self.slices.push(Slice { document, document_start, q, k, low, high });
                 }
             };
@@ -141,8 +162,10 @@ impl MaskSlices {
 
     /// Visible pairs of one head.
     pub fn pairs(&self) -> u64 {
-        let square = |n: &usize| self.mask.visible_pairs(suanpan_base::SeqLen::new(*n, *n));
-        self.lengths.iter().map(square).sum()
+        let of = |(n, cached): (&usize, &usize)| {
+            self.mask.visible_pairs(suanpan_base::SeqLen::new(*n - *cached, *n))
+        };
+        self.lengths.iter().zip(&self.cached).map(of).sum()
     }
 }
 
@@ -151,6 +174,27 @@ mod tests {
     use super::*;
     use std::num::NonZeroUsize;
     use suanpan_base::SeqLen;
+
+    #[test]
+    fn cached_tokens_are_seen_and_see_nobody() {
+        for mask in [Mask::CAUSAL, Mask::streaming(2, 3), Mask::chunked(NonZeroUsize::new(4).unwrap())] {
+            let (lengths, cached) = ([9, 5, 4], [6, 0, 4]);
+            let m = MaskSlices::extended(mask, &lengths, &cached).unwrap();
+            let mut pairs = 0;
+            for (document, (&start, &n)) in m.starts().iter().zip(&lengths).enumerate() {
+                for i in 0..n {
+                    let seen = mask.visible(SeqLen::new(n, n), i);
+                    let sees = |_: &usize| i >= cached[document];
+                    let want: Vec<usize> = seen.keys().map(|j| start + j).filter(sees).collect();
+                    let mut got: Vec<usize> = m.keys(start + i).flatten().collect();
+                    got.sort_unstable();
+                    assert_eq!(got, want, "{mask} row {i} of {n}");
+                    pairs += got.len() as u64;
+                }
+            }
+            assert_eq!(pairs, m.pairs(), "{mask}");
+        }
+    }
 
     #[test]
     fn slices_are_the_mask_key_by_key() {
@@ -182,5 +226,6 @@ mod tests {
             assert_eq!(pairs, m.pairs(), "{mask}");
         }
         assert!(MaskSlices::packed(Mask::FULL, &[usize::MAX, 2]).is_err());
+        assert_eq!(MaskSlices::extended(Mask::FULL, &[3], &[4]).unwrap_err().field, "cached");
     }
 }

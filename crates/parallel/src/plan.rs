@@ -6,14 +6,16 @@
 //! What a step sends must not change in it; what it receives may not be read before its moves.
 
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 
-use suanpan_base::{BadArgument, HeadShape};
+use suanpan_base::{BadArgument, HeadShape, order_free};
 
 use crate::mask::MaskSlices;
-use crate::shard::{Layout, Shards};
+use crate::shard::{Layout, Run, Shards};
 use crate::tile::Tile;
-use crate::{gather, ring, ulysses};
+use crate::ulysses::split_heads;
+use crate::{gather, ulysses};
 
 /// The name under which a plan is refused.
 pub(crate) const OP: &str = "parallel plan";
@@ -26,23 +28,42 @@ pub const CARRIER_BYTES: u64 = 4;
 pub enum Scheme {
     /// Keys and values travel from rank to rank (Ring Attention, arXiv 2310.01889); backward, their gradients follow and come home.
     Ring,
-    /// Every rank gets the keys and values that its queries see; backward, it sends its part of their gradients back.
+    /// Queries travel instead, and their results follow and come home: fewer bytes where few queries meet many keys, or heads are not grouped.
+    RingQuery,
+    /// Every rank gets the chunks of keys and values of which its queries see any; backward, it sends its part of their gradients back.
     AllGather,
+    /// Every rank gets the very keys and values that its queries see, and no others: for windows, a halo.
+    Halo,
     /// Every rank gets some heads of all tokens (DeepSpeed-Ulysses, arXiv 2309.14509).
     Ulysses,
+    /// Ulysses inside groups of so many neighbouring ranks, a ring between groups (USP, arXiv 2405.07719).
+    Hybrid(usize),
 }
 
 impl Scheme {
-    /// Every scheme.
-    pub const ALL: [Scheme; 3] = [Scheme::Ring, Scheme::AllGather, Scheme::Ulysses];
+    /// Every scheme that fits any number of ranks.
+    pub const ALL: [Scheme; 5] =
+        [Scheme::Ring, Scheme::RingQuery, Scheme::AllGather, Scheme::Halo, Scheme::Ulysses];
+
+    /// Ranks of a group that exchanges heads.
+    pub fn ulysses_size(self, cp_size: usize) -> usize {
+        match self {
+            Scheme::Ulysses => cp_size,
+            Scheme::Hybrid(size) => size,
+            _ => 1,
+        }
+    }
 }
 
 impl fmt::Display for Scheme {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Scheme::Ring => "ring",
+            Scheme::RingQuery => "ring by queries",
             Scheme::AllGather => "all-gather",
+            Scheme::Halo => "halo",
             Scheme::Ulysses => "ulysses",
+            Scheme::Hybrid(size) => return write!(f, "ring of ulysses groups of {size}"),
         })
     }
 }
@@ -74,14 +95,26 @@ pub enum What {
 }
 
 impl What {
-    /// Numbers a token and head.
-    pub fn width(self, heads: HeadShape) -> usize {
+    /// Widths of the rows that are summed apart in a token and head, with what they are summed by; `None`: nothing is summed.
+    pub fn sums(self, heads: HeadShape) -> Option<Vec<usize>> {
         let (dqk, dv) = (heads.head_dim_qk, heads.head_dim_v);
         match self {
-            What::Query | What::DQuery => dqk,
-            What::Kv | What::DKv => dqk + dv,
-            What::Out => dv + 1,
-            What::QueryState => dqk + 2 * dv + 1,
+            What::Query | What::Kv | What::QueryState => None,
+            What::Out => Some(vec![dv, 1]),
+            What::DQuery => Some(vec![dqk]),
+            What::DKv => Some(vec![dqk, dv]),
+        }
+    }
+
+    /// Numbers (words of an `order_free` sum) a token and head.
+    pub fn width(self, heads: HeadShape, order_free: bool) -> usize {
+        let (dqk, dv) = (heads.head_dim_qk, heads.head_dim_v);
+        match (self, self.sums(heads)) {
+            (_, Some(sums)) if order_free => sums.into_iter().map(order_free::words).sum(),
+            (What::Query | What::DQuery, _) => dqk,
+            (What::Kv | What::DKv, _) => dqk + dv,
+            (What::Out, _) => dv + 2,
+            (What::QueryState, _) => dqk + 2 * dv + 1,
         }
     }
 
@@ -91,24 +124,42 @@ impl What {
     }
 }
 
+/// Some tokens of one rank that travel together or not at all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parcel {
+    /// Whose they are.
+    pub rank: usize,
+    /// Their numbers in that rank's memory.
+    pub tokens: Range<usize>,
+}
+
+/// Whose rows a buffer holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Holds {
+    /// The tokens of one group of so many neighbouring ranks at a time (1, or the plan's Ulysses size), as they lie in its memory.
+    Ranks(usize),
+    /// These global positions, in order.
+    Span(Range<usize>),
+}
+
 /// One buffer of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Buffer {
     /// What its rows are.
     pub what: What,
-    /// It holds all tokens in global order; else the tokens of one rank at a time, as they lie in that rank's memory.
-    pub whole: bool,
+    /// Whose.
+    pub holds: Holds,
     /// The heads it holds.
     pub heads: Range<usize>,
 }
 
-/// Rows of a buffer: the tokens of one rank under some heads.
+/// Rows of a buffer: the tokens of some parcels under some heads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
     /// Number of the buffer.
     pub buffer: usize,
-    /// The rank whose tokens they are.
-    pub origin: usize,
+    /// Numbers of the parcels.
+    pub parcels: Range<usize>,
     /// Heads.
     pub heads: Range<usize>,
 }
@@ -199,6 +250,9 @@ pub struct Request<'a> {
     pub scheme: Scheme,
     /// Which pass.
     pub pass: Pass,
+    /// N-invariant mode: the same bits for any ranks, layout and scheme. Tiles are blocks of so many tokens, shards are dealt in whole blocks,
+    /// and what is summed is summed in an order-free way. Bits depend on this number.
+    pub invariant_block: Option<NonZeroUsize>,
 }
 
 /// Steps of every rank.
@@ -214,6 +268,10 @@ pub struct ParallelPlan {
     pub scheme: Scheme,
     /// Which pass.
     pub pass: Pass,
+    /// N-invariant mode, and its block.
+    pub invariant_block: Option<NonZeroUsize>,
+    /// The parcels, rank by rank.
+    pub parcels: Vec<Parcel>,
     /// (query heads, kv heads) that each rank works on.
     pub split: Vec<(Range<usize>, Range<usize>)>,
     /// What each rank does.
@@ -229,23 +287,29 @@ impl ParallelPlan {
         if request.heads.values_in_keys {
             return Err(BadArgument::new(OP, "values_in_keys", true, "false: keys and values travel apart"));
         }
-        let shards = Shards::new(request.layout, request.mask, request.cp_size)?;
+        let (n, size) = (request.cp_size, request.scheme.ulysses_size(request.cp_size));
+        if size == 0 || !n.is_multiple_of(size) {
+            let supported = format!("a divisor of cp_size, which is {n}");
+            return Err(BadArgument::new(OP, "ulysses_size", size, supported));
+        }
+        let shards = Shards::new(request.layout, request.mask, n, request.invariant_block)?;
+        let whole = |rank: usize| Parcel { rank, tokens: 0..shards.tokens(rank) };
         let mut plan = ParallelPlan {
             heads: request.heads,
             mask: request.mask.clone(),
-            split: vec![(0..request.heads.num_q_heads, 0..request.heads.num_kv_heads); shards.cp_size()],
+            split: (0..n).map(|rank| split_heads(request.heads, size)[rank % size].clone()).collect(),
+            parcels: (0..n).map(whole).filter(|p| !p.tokens.is_empty()).collect(),
             shards,
             scheme: request.scheme,
             pass: request.pass,
+            invariant_block: request.invariant_block,
             ranks: Vec::new(),
             why: Vec::new(),
         };
-        plan.ranks = (0..request.cp_size).map(|_| plan.own_buffers()).collect();
+        plan.ranks = (0..n).map(|_| plan.own_buffers()).collect();
         match request.scheme {
-            _ if request.cp_size == 1 => ring::plan(&mut plan),
-            Scheme::Ring => ring::plan(&mut plan),
-            Scheme::AllGather => gather::plan(&mut plan),
-            Scheme::Ulysses => ulysses::plan(&mut plan),
+            Scheme::AllGather | Scheme::Halo if n > 1 => gather::plan(&mut plan),
+            _ => ulysses::plan(&mut plan),
         }
         plan.say_balance();
         Ok(plan)
@@ -260,7 +324,7 @@ impl ParallelPlan {
             vec![What::Query, What::Kv, What::Out]
         };
         for what in whats {
-            rank.buffers.push(Buffer { what, whole: false, heads: self.all_heads(what) });
+            rank.buffers.push(Buffer { what, holds: Holds::Ranks(1), heads: self.all_heads(what) });
         }
         rank
     }
@@ -270,29 +334,88 @@ impl ParallelPlan {
         0..if what.of_keys() { self.heads.num_kv_heads } else { self.heads.num_q_heads }
     }
 
-    /// Whether rank `rank` has a query that sees a key of rank `origin`.
-    pub fn needs(&self, rank: usize, origin: usize) -> bool {
-        Tile::any(&self.mask, self.shards.runs(rank), self.shards.runs(origin))
+    /// Whether what is summed is summed in an order-free way.
+    pub fn order_free(&self) -> bool {
+        self.invariant_block.is_some()
+    }
+
+    /// Ranks of a group that exchanges heads.
+    pub fn ulysses_size(&self) -> usize {
+        self.scheme.ulysses_size(self.ranks.len())
+    }
+
+    /// Numbers a token and head of rows of this kind.
+    pub fn width(&self, what: What) -> usize {
+        what.width(self.heads, self.order_free())
+    }
+
+    /// The numbers of the parcels of these ranks.
+    pub fn parcels_of(&self, ranks: Range<usize>) -> Range<usize> {
+        let first = |rank: usize| self.parcels.partition_point(|p| p.rank < rank);
+        first(ranks.start)..first(ranks.end)
+    }
+
+    /// Global positions of a parcel's tokens, as runs.
+    pub fn runs(&self, parcel: usize) -> Vec<Run> {
+        let Parcel { rank, tokens } = &self.parcels[parcel];
+        let (mut before, mut runs) = (0, Vec::new());
+        for run in self.shards.runs(*rank) {
+            let clip = |at: usize| at.clamp(before, before + run.count) - before;
+            let part = clip(tokens.start)..clip(tokens.end);
+            runs.extend((!part.is_empty()).then(|| run.part(part)));
+            before += run.count;
+        }
+        runs
+    }
+
+    /// Tokens of some parcels.
+    pub fn tokens(&self, parcels: Range<usize>) -> usize {
+        self.parcels[parcels].iter().map(|p| p.tokens.len()).sum()
+    }
+
+    /// The calls that a rank's kernels make for these heads: in an order-free backward one a query head, so that no sum over a group's heads
+    /// depends on who works on which.
+    pub(crate) fn calls(&self, rank: usize) -> Vec<(Range<usize>, Range<usize>)> {
+        let alone = self.order_free() && self.pass == Pass::Backward;
+        ulysses::calls(self.heads, &self.split[rank], alone)
     }
 
     /// Rows (tokens × heads) of a buffer: what it must hold at most.
     pub fn rows(&self, buffer: &Buffer) -> usize {
-        let tokens = if buffer.whole { self.shards.all_tokens() } else { self.shards.most() };
+        let tokens = match &buffer.holds {
+            Holds::Span(span) => span.len(),
+            Holds::Ranks(size) => {
+                let group = |first| (first..first + size).map(|r| self.shards.tokens(r)).sum();
+                (0..self.ranks.len()).step_by(*size).map(group).max().unwrap_or(0)
+            }
+        };
         tokens * buffer.heads.len()
+    }
+
+    /// Bytes of a rank's buffers, its own ones and all others.
+    pub fn buffer_bytes(&self, rank: usize) -> u64 {
+        self.ranks[rank].buffers.iter().map(|b| self.bytes_of(b)).sum()
+    }
+
+    fn bytes_of(&self, buffer: &Buffer) -> u64 {
+        (self.rows(buffer) * self.width(buffer.what)) as u64 * CARRIER_BYTES
     }
 
     /// Bytes of a rank's buffers beside its own.
     pub fn carrier_bytes(&self, rank: usize) -> u64 {
         let own = if self.pass == Pass::Backward { 4 } else { 3 };
-        let numbers = |b: &Buffer| self.rows(b) * b.what.width(self.heads);
-        self.ranks[rank].buffers[own..].iter().map(|b| numbers(b) as u64 * CARRIER_BYTES).sum()
+        self.ranks[rank].buffers[own..].iter().map(|b| self.bytes_of(b)).sum()
+    }
+
+    /// Numbers of a message.
+    pub fn message_len(&self, rank: usize, region: &Region) -> usize {
+        let what = self.ranks[rank].buffers[region.buffer].what;
+        self.tokens(region.parcels.clone()) * region.heads.len() * self.width(what)
     }
 
     /// Bytes of a message.
     pub fn bytes(&self, rank: usize, region: &Region) -> u64 {
-        let what = self.ranks[rank].buffers[region.buffer].what;
-        (self.shards.tokens(region.origin) * region.heads.len() * what.width(self.heads)) as u64
-            * CARRIER_BYTES
+        self.message_len(rank, region) as u64 * CARRIER_BYTES
     }
 
     /// Bytes that a rank sends.
@@ -358,6 +481,12 @@ impl fmt::Display for ParallelPlan {
             self.heads.num_q_heads,
             self.heads.num_kv_heads
         )?;
+        if let Some(block) = self.invariant_block {
+            writeln!(
+                f,
+                "  the same bits for any ranks, layout and scheme: blocks of {block} tokens, order-free sums"
+            )?;
+        }
         for line in &self.why {
             writeln!(f, "  {line}")?;
         }
@@ -375,11 +504,8 @@ impl fmt::Display for ParallelPlan {
                 for (word, transfers) in [("send", &step.sends), ("receive", &step.recvs)] {
                     for x in transfers {
                         let what = plan.buffers[x.region.buffer].what;
-                        write!(
-                            f,
-                            " {word} {what:?} of {} (rank {}, buffer {});",
-                            x.region.origin, x.peer, x.region.buffer
-                        )?;
+                        let of = &self.parcels[x.region.parcels.start].rank;
+                        write!(f, " {word} {what:?} of {of} (rank {}, buffer {});", x.peer, x.region.buffer)?;
                     }
                 }
                 for w in &step.work {

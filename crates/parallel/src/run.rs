@@ -2,14 +2,16 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use suanpan_base::BadArgument;
+use suanpan_base::{BadArgument, lse};
 
+use crate::attention::{Attention, Inputs, Outputs, interleave, split};
 use crate::check::Checked;
-use crate::kernel::{Attention, Inputs, Memory, Outputs, interleave, split};
-use crate::plan::{OP, ParallelPlan, Pass, Step, own};
-use crate::transport::{Board, Fault};
+use crate::kernel::Worker;
+use crate::plan::{OP, ParallelPlan, Pass, Step, Work, own};
+use crate::threads::{Board, Thread};
+use crate::transport::{Fault, Transport};
 
 /// Called by a rank's thread before each of its steps, with (rank, step): to watch a run, or to break it in a test.
 pub type Observer = Arc<dyn Fn(usize, usize) + Send + Sync>;
@@ -21,43 +23,22 @@ pub struct Options {
     pub timeout: Duration,
     /// Sees every step begin.
     pub observer: Option<Observer>,
+    /// Kernels are skipped: how long messages alone take. Results mean nothing.
+    pub messages_only: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { timeout: Duration::from_secs(60), observer: None }
+        Options { timeout: Duration::from_secs(60), observer: None, messages_only: false }
     }
 }
 
 fn check_inputs(plan: &ParallelPlan, inputs: &[Inputs]) -> Result<(), BadArgument> {
     if inputs.len() != plan.ranks.len() {
-        return Err(BadArgument::new(
-            OP,
-            "inputs",
-            inputs.len(),
-            format!("one a rank: {}", plan.ranks.len()),
-        ));
+        let supported = format!("one a rank: {}", plan.ranks.len());
+        return Err(BadArgument::new(OP, "inputs", inputs.len(), supported));
     }
-    let h = plan.heads;
-    let backward = plan.pass == Pass::Backward;
-    for (rank, x) in inputs.iter().enumerate() {
-        let (q, kv) = (plan.shards.tokens(rank) * h.num_q_heads, plan.shards.tokens(rank) * h.num_kv_heads);
-        let there = |n: usize| if backward { n } else { 0 };
-        for (field, have, want) in [
-            ("q", x.q.len(), q * h.head_dim_qk),
-            ("k", x.k.len(), kv * h.head_dim_qk),
-            ("v", x.v.len(), kv * h.head_dim_v),
-            ("out", x.out.len(), there(q * h.head_dim_v)),
-            ("lse", x.lse.len(), there(q)),
-            ("d_out", x.d_out.len(), there(q * h.head_dim_v)),
-        ] {
-            if have != want {
-                let field = format!("inputs[{rank}].{field} length");
-                return Err(BadArgument::new(OP, field, have, format!("{want}, as planned")));
-            }
-        }
-    }
-    Ok(())
+    inputs.iter().enumerate().try_for_each(|(rank, input)| input.check(plan, rank))
 }
 
 /// Runs every rank in a thread of its own. The outer error is a refusal, before anything started; the inner ones say, for each rank, who was
@@ -71,32 +52,72 @@ pub fn run_threads(
     let plan = checked.plan();
     check_inputs(plan, &inputs)?;
     attention.check(plan)?;
-    let board = Arc::new(Board::new(plan.ranks.len(), options.timeout));
+    let shared = Arc::new((plan.clone(), attention.clone(), options.clone()));
+    let body = move |input: Inputs, mut end: Thread<Outputs>| {
+        let ((plan, attention, options), rank) = (&*shared, end.rank);
+        rank_main(plan, &mut end, rank, attention, input, options)
+    };
+    Ok(on_threads(inputs, options.timeout, body))
+}
+
+/// Runs `body` for each rank, in a thread of its own with its input; returns every rank's report.
+pub(crate) fn on_threads<I: Send + 'static, R: Send + 'static>(
+    inputs: Vec<I>,
+    timeout: Duration,
+    body: impl Fn(I, Thread<R>) -> Result<R, Fault> + Send + Sync + 'static,
+) -> Vec<Result<R, Fault>> {
+    let (board, body) = (Arc::new(Board::new(inputs.len(), timeout)), Arc::new(body));
     for (rank, input) in inputs.into_iter().enumerate() {
-        let (plan, board, attention) = (plan.clone(), board.clone(), *attention);
-        let observer = options.observer.clone();
-        let own_board = board.clone();
-        let body = move || {
-            let run = || rank_main(&plan, &board, rank, &attention, input, observer.as_ref());
-            match catch_unwind(AssertUnwindSafe(run)) {
+        let (board, own_board, body) = (board.clone(), board.clone(), body.clone());
+        let run = move || {
+            let end = Thread { board: board.clone(), rank };
+            match catch_unwind(AssertUnwindSafe(|| body(input, end))) {
                 Ok(report) => board.report(rank, report),
                 Err(_) => board.died(rank),
             }
         };
-        if std::thread::Builder::new().name(format!("rank {rank}")).spawn(body).is_err() {
+        if std::thread::Builder::new().name(format!("rank {rank}")).spawn(run).is_err() {
             own_board.died(rank);
         }
     }
-    Ok(board.reports())
+    board.reports()
 }
 
-fn rank_main(
+/// Runs rank `rank` of a checked plan over a transport, in this thread. The outer error is a refusal, before anything is sent; the inner one
+/// says who was lost where. `Options::timeout` is the transport's own business.
+pub fn run_rank<T: Transport<Message = Vec<f32>>>(
+    checked: &Checked,
+    attention: &Attention,
+    input: Inputs,
+    (transport, rank): (&mut T, usize),
+    options: &Options,
+) -> Result<Result<Outputs, Fault>, BadArgument> {
+    let plan = checked.plan();
+    if rank >= plan.ranks.len() {
+        return Err(BadArgument::new(OP, "rank", rank, format!("below {}", plan.ranks.len())));
+    }
+    input.check(plan, rank)?;
+    attention.check(plan)?;
+    let sends = plan.ranks[rank].steps.iter().flat_map(|s| &s.sends);
+    if let Some(most) = sends.map(|s| plan.message_len(rank, &s.region)).max().filter(|n| *n > T::MAX_NUMBERS)
+    {
+        return Err(BadArgument::new(
+            OP,
+            "message length",
+            most,
+            format!("at most {} numbers", T::MAX_NUMBERS),
+        ));
+    }
+    Ok(rank_main(plan, transport, rank, attention, input, options))
+}
+
+fn rank_main<T: Transport<Message = Vec<f32>>>(
     plan: &ParallelPlan,
-    board: &Board<Outputs>,
+    transport: &mut T,
     rank: usize,
     attention: &Attention,
     input: Inputs,
-    observer: Option<&Observer>,
+    options: &Options,
 ) -> Result<Outputs, Fault> {
     let (dqk, dv) = (plan.heads.head_dim_qk, plan.heads.head_dim_v);
     let q = match plan.pass {
@@ -107,49 +128,99 @@ fn rank_main(
     };
     let kv = interleave(&[(&input.k, dqk), (&input.v, dv)]);
     // `Attention::check` and the checker passed: a refusal here is our own fault, and ends the rank as one.
-    let mut memory = Memory::new(plan, rank, attention, [q, kv]).expect("checked");
-    let mut sent_bytes = 0;
+    let mut worker = Worker::new(plan, rank, attention, [q, kv]).expect("checked");
+    let mut outputs = Outputs { buffer_bytes: worker.memory.bytes(), ..Outputs::default() };
+    let started = Instant::now();
     for (t, step) in plan.ranks[rank].steps.iter().enumerate() {
-        if let Some(observer) = observer {
+        if let Some(observer) = &options.observer {
             observer(rank, t);
         }
-        board.begin(rank, t)?;
-        sent_bytes += run_step(board, rank, &mut memory, step)?;
+        transport.begin(t)?;
+        let work = if options.messages_only { &[] } else { &step.work[..] };
+        run_step(transport, (plan, rank), &mut worker, (step, work), &mut outputs)?;
     }
-    board.finish(rank, plan.ranks[rank].steps.len())?;
-    let mut outputs = Outputs { pairs: memory.pairs, sent_bytes, ..Outputs::default() };
+    outputs.times.all = started.elapsed();
+    transport.finish(plan.ranks[rank].steps.len())?;
+    outputs.pairs = worker.pairs;
+    let result = worker.memory.result(own::RESULT);
     match plan.pass {
-        Pass::Forward => [outputs.out, outputs.lse] = parts(&memory.result(own::RESULT), [dv, 1]),
+        Pass::Forward => {
+            [outputs.out, outputs.lse] = split(&result, [dv, 1]);
+            join_sinks(attention, plan, &mut outputs);
+        }
         Pass::Backward => {
-            outputs.dq = memory.result(own::RESULT);
-            [outputs.dk, outputs.dv] = parts(&memory.result(own::D_KV), [dqk, dv]);
+            outputs.dq = result;
+            [outputs.dk, outputs.dv] = split(&worker.memory.result(own::D_KV), [dqk, dv]);
+            outputs.d_sinks = d_sinks(attention, plan, [&input.out, &input.d_out, &input.lse]);
         }
     }
     Ok(outputs)
 }
 
-fn parts(rows: &[f32], widths: [usize; 2]) -> [Vec<f32>; 2] {
-    let mut parts = split(rows, &widths).into_iter();
-    std::array::from_fn(|_| parts.next().unwrap_or_default())
+/// Sinks join every row after its last merge.
+fn join_sinks(attention: &Attention, plan: &ParallelPlan, outputs: &mut Outputs) {
+    let Some(sinks) = &attention.sinks else { return };
+    let rows = outputs.out.chunks_exact_mut(plan.heads.head_dim_v).zip(&mut outputs.lse);
+    for ((out, lse), &sink) in rows.zip(sinks.iter().cycle()) {
+        lse::join_sink(out, lse, sink);
+    }
 }
 
-/// One step, in the order of `Step`'s fields; returns the bytes sent.
-fn run_step(board: &Board<Outputs>, rank: usize, memory: &mut Memory<'_>, step: &Step) -> Result<u64, Fault> {
-    let mut sent = 0;
-    step.clears.iter().for_each(|clear| memory.clear(clear));
-    for send in &step.sends {
-        let message = memory.pack(&send.region);
-        sent += size_of_val(message.as_slice()) as u64;
-        board.send(rank, send.peer, message);
+/// The rank's part of the sinks' gradient: minus the sum of the sinks' weights times D over its rows.
+fn d_sinks(attention: &Attention, plan: &ParallelPlan, [out, d_out, lse]: [&[f32]; 3]) -> Vec<f32> {
+    let Some(sinks) = &attention.sinks else { return Vec::new() };
+    let (dv, mut sums) = (plan.heads.head_dim_v, vec![0f64; sinks.len()]);
+    for (row, (out, d_out)) in out.chunks_exact(dv).zip(d_out.chunks_exact(dv)).enumerate() {
+        let (head, sink) = (row % sinks.len(), f64::from(sinks[row % sinks.len()]));
+        let delta: f64 = out.iter().zip(d_out).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+        if sink > f64::NEG_INFINITY {
+            sums[head] -= (sink - f64::from(lse[row])).exp() * delta;
+        }
     }
-    step.recvs.iter().for_each(|recv| memory.poison(&recv.region));
-    for work in &step.work {
-        memory.work(work).expect("checked");
-    }
+    sums.into_iter().map(|x| x as f32).collect()
+}
+
+/// One step, in the order of `Step`'s fields.
+fn run_step<T: Transport<Message = Vec<f32>>>(
+    transport: &mut T,
+    (plan, rank): (&ParallelPlan, usize),
+    worker: &mut Worker<'_>,
+    (step, work): (&Step, &[Work]),
+    outputs: &mut Outputs,
+) -> Result<(), Fault> {
+    let times = &mut outputs.times;
+    let begun = Instant::now();
+    step.clears.iter().for_each(|clear| worker.memory.clear(clear));
     for recv in &step.recvs {
-        let message = board.recv(rank, recv.peer)?;
-        memory.unpack(&recv.region, &message);
+        worker.memory.poison(&recv.region);
+        transport.expect(recv.peer, plan.message_len(rank, &recv.region))?;
     }
-    step.moves.iter().for_each(|m| memory.shift(m));
-    Ok(sent)
+    for send in &step.sends {
+        let message = worker.memory.pack(&send.region);
+        outputs.sent_bytes += size_of_val(message.as_slice()) as u64;
+        transport.send(send.peer, message)?;
+    }
+    let posted = Instant::now();
+    times.carry += posted - begun;
+    transport.progress();
+    for work in work {
+        worker.work(work).expect("checked");
+        transport.progress();
+    }
+    times.work += posted.elapsed();
+    for recv in &step.recvs {
+        let asked = Instant::now();
+        let message = transport.recv(recv.peer)?;
+        let arrived = Instant::now();
+        worker.memory.unpack(&recv.region, &message);
+        times.wait += arrived - asked;
+        times.carry += arrived.elapsed();
+    }
+    let asked = Instant::now();
+    transport.sent()?;
+    let left = Instant::now();
+    step.moves.iter().for_each(|m| worker.memory.shift(m));
+    times.wait += left - asked;
+    times.carry += left.elapsed();
+    Ok(())
 }

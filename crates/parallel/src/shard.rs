@@ -1,6 +1,7 @@
 //! Which rank holds which tokens: runs of global positions a rank, for lengths of any remainder, without padding.
 
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use suanpan_base::BadArgument;
@@ -106,36 +107,58 @@ pub struct Shards {
 }
 
 impl Shards {
-    /// Deals the tokens of `mask` to `cp_size` ranks. Ranks without a token are a normal case.
-    pub fn new(layout: Layout, mask: &MaskSlices, cp_size: usize) -> Result<Shards, BadArgument> {
+    /// Deals the tokens of `mask` to `cp_size` ranks. Ranks without a token are a normal case. With `block`, whole blocks of so many tokens
+    /// are dealt, counted from the first token of each document (its last block may be short).
+    pub fn new(
+        layout: Layout,
+        mask: &MaskSlices,
+        cp_size: usize,
+        block: Option<NonZeroUsize>,
+    ) -> Result<Shards, BadArgument> {
         if !(1..=MAX_CP_SIZE).contains(&cp_size) {
             return Err(BadArgument::new("parallel plan", "cp_size", cp_size, format!("1 to {MAX_CP_SIZE}")));
         }
-        let tokens = mask.tokens();
+        let units = Units::of(mask, block);
         let mut ranks = vec![Vec::new(); cp_size];
         match layout {
             Layout::Contiguous => {
                 for (rank, runs) in ranks.iter_mut().enumerate() {
-                    runs.push(Run::of(part_of(tokens, cp_size, rank)));
+                    runs.push(units.run(part_of(units.count(), cp_size, rank)));
                 }
             }
             Layout::Stripe => {
                 for (rank, runs) in ranks.iter_mut().enumerate() {
-                    let count = tokens.saturating_sub(rank).div_ceil(cp_size);
-                    runs.push(Run { start: rank.min(tokens), step: cp_size, count });
+                    units.every(rank, cp_size, runs);
                 }
             }
-            Layout::Zigzag => deal_zigzag(&mut ranks, 0, tokens, 0),
+            Layout::Zigzag => deal_zigzag(&mut ranks, &units, 0..units.count(), 0),
             Layout::DocumentZigzag => {
                 for (document, (&start, &n)) in mask.starts().iter().zip(mask.lengths()).enumerate() {
-                    deal_zigzag(&mut ranks, start, n, document);
+                    deal_zigzag(&mut ranks, &units, units.within(start..start + n), document);
                 }
             }
         }
         for runs in &mut ranks {
             runs.retain(|run| run.count > 0);
         }
-        Ok(Shards { layout, tokens, ranks })
+        Ok(Shards { layout, tokens: mask.tokens(), ranks })
+    }
+
+    /// The tokens of `size` ranks from `first` on as they lie in one memory: in global order where their runs allow it, else rank by rank.
+    pub fn group(&self, first: usize, size: usize) -> Vec<Run> {
+        if size == self.cp_size() {
+            return if self.tokens > 0 { vec![Run::of(0..self.tokens)] } else { Vec::new() };
+        }
+        let runs: Vec<Run> = self.ranks[first..first + size].concat();
+        if runs.iter().any(|run| run.step > 1) || size == 1 {
+            return runs;
+        }
+        joined(runs)
+    }
+
+    /// Whether neighbours in a rank's memory are not neighbours in the sequence.
+    pub fn strided(&self) -> bool {
+        self.ranks.iter().flatten().any(|run| run.step > 1 && run.count > 1)
     }
 
     /// How tokens were dealt.
@@ -180,14 +203,7 @@ impl Shards {
 
     /// Where the token at global position `position` lies in the memory of rank `rank`.
     pub fn local(&self, rank: usize, position: usize) -> Option<usize> {
-        let mut before = 0;
-        for run in self.runs(rank) {
-            if let Some(i) = run.number(position) {
-                return Some(before + i);
-            }
-            before += run.count;
-        }
-        None
+        number(self.runs(rank), position)
     }
 
     /// Rows of `width` elements of rank `rank`, taken out of rows of all tokens in global order.
@@ -209,15 +225,100 @@ pub fn part_of(n: usize, parts: usize, i: usize) -> Range<usize> {
     start(i)..start(i + 1)
 }
 
-/// Zigzag over `tokens` tokens from `first` on. Which ranges get one token more turns with `turn`, so that no rank gets all of them.
-fn deal_zigzag(ranks: &mut [Vec<Run>], first: usize, tokens: usize, turn: usize) {
+/// Runs of neighbours in global order, those that meet together.
+pub(crate) fn joined(mut runs: Vec<Run>) -> Vec<Run> {
+    runs.sort_by_key(|run| run.start);
+    let mut joined: Vec<Run> = Vec::new();
+    for run in runs {
+        // A single token has no step of its own.
+        let run = if run.count == 1 { Run { step: 1, ..run } } else { run };
+        match joined.last_mut() {
+            Some(last) if last.hull().end == run.start => last.count += run.count,
+            _ => joined.push(run),
+        }
+    }
+    joined
+}
+
+/// The number of `position` in the memory that `runs` lie in, one after another.
+pub fn number(runs: &[Run], position: usize) -> Option<usize> {
+    let mut before = 0;
+    for run in runs {
+        if let Some(i) = run.number(position) {
+            return Some(before + i);
+        }
+        before += run.count;
+    }
+    None
+}
+
+/// What is dealt: tokens, or blocks of them.
+enum Units {
+    Tokens(usize),
+    /// First token of each block, and the end of the last one.
+    Blocks(Vec<usize>),
+}
+
+impl Units {
+    fn of(mask: &MaskSlices, block: Option<NonZeroUsize>) -> Units {
+        let Some(block) = block else { return Units::Tokens(mask.tokens()) };
+        let mut starts = Vec::new();
+        for (&start, &n) in mask.starts().iter().zip(mask.lengths()) {
+            starts.extend((start..start + n).step_by(block.get()));
+        }
+        starts.push(mask.tokens());
+        Units::Blocks(starts)
+    }
+
+    fn count(&self) -> usize {
+        match self {
+            Units::Tokens(n) => *n,
+            Units::Blocks(starts) => starts.len() - 1,
+        }
+    }
+
+    /// Units `range` as one run.
+    fn run(&self, range: Range<usize>) -> Run {
+        match self {
+            Units::Tokens(_) => Run::of(range),
+            Units::Blocks(starts) => Run::of(starts[range.start]..starts[range.end]),
+        }
+    }
+
+    /// Units `first`, `first + step`, and so on, as runs.
+    fn every(&self, first: usize, step: usize, runs: &mut Vec<Run>) {
+        match self {
+            Units::Tokens(n) => {
+                runs.push(Run { start: first.min(*n), step, count: n.saturating_sub(first).div_ceil(step) });
+            }
+            Units::Blocks(_) => {
+                runs.extend((first..self.count()).step_by(step).map(|unit| self.run(unit..unit + 1)));
+            }
+        }
+    }
+
+    /// The units of a document's tokens.
+    fn within(&self, tokens: Range<usize>) -> Range<usize> {
+        match self {
+            Units::Tokens(_) => tokens,
+            Units::Blocks(starts) => {
+                // The end of the last block is no block's start, but stands where one would.
+                let at = |token: usize| starts.partition_point(|start| *start < token).min(self.count());
+                at(tokens.start)..at(tokens.end)
+            }
+        }
+    }
+}
+
+/// Zigzag over these units. Which ranges get one more turns with `turn`, so that no rank gets all of them.
+fn deal_zigzag(ranks: &mut [Vec<Run>], units: &Units, range: Range<usize>, turn: usize) {
     let (n, chunks) = (ranks.len(), 2 * ranks.len());
-    let mut at = first;
+    let mut at = range.start;
     for chunk in 0..chunks {
         let owner = if chunk < n { chunk } else { chunks - 1 - chunk };
-        let more = (chunk + turn * (tokens % chunks)) % chunks < tokens % chunks;
-        let count = tokens / chunks + usize::from(more);
-        ranks[owner].push(Run { start: at, step: 1, count });
+        let more = (chunk + turn * (range.len() % chunks)) % chunks < range.len() % chunks;
+        let count = range.len() / chunks + usize::from(more);
+        ranks[owner].push(units.run(at..at + count));
         at += count;
     }
 }
@@ -229,13 +330,14 @@ mod tests {
 
     #[test]
     fn every_token_has_one_owner_and_one_place() {
-        for layout in Layout::ALL {
+        let blocks = [None, NonZeroUsize::new(1), NonZeroUsize::new(4)];
+        for (layout, block) in Layout::ALL.into_iter().flat_map(|l| blocks.map(|b| (l, b))) {
             for n in [1, 2, 3, 4, 8, 11] {
                 for lengths in
                     [&[2999][..], &[8], &[7], &[3], &[1], &[0], &[5, 9, 2], &[1, 1, 6], &[0, 4, 4], &[]]
                 {
                     let mask = MaskSlices::packed(Mask::CAUSAL, lengths).unwrap();
-                    let shards = Shards::new(layout, &mask, n).unwrap();
+                    let shards = Shards::new(layout, &mask, n, block).unwrap();
                     let mut seen = vec![0; mask.tokens()];
                     for rank in 0..n {
                         let positions: Vec<usize> = shards.positions(rank).collect();
@@ -252,13 +354,41 @@ mod tests {
     }
 
     #[test]
+    fn blocks_stay_whole() {
+        let mask = MaskSlices::packed(Mask::CAUSAL, &[10, 0, 3, 9]).unwrap();
+        let block = NonZeroUsize::new(4);
+        // Blocks 0..4, 4..8, 8..10 | 10..13 | 13..17, 17..21, 21..22.
+        for layout in Layout::ALL {
+            let shards = Shards::new(layout, &mask, 2, block).unwrap();
+            for blocks in [0..4, 4..8, 8..10, 10..13, 13..17, 17..21, 21..22] {
+                let owners = |at: usize| (0..2).position(|r| shards.local(r, at).is_some());
+                assert!(blocks.clone().all(|at| owners(at) == owners(blocks.start)), "{layout} {blocks:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_group_of_ranks_lies_in_global_order() {
+        let mask = MaskSlices::packed(Mask::CAUSAL, &[16]).unwrap();
+        let zigzag = Shards::new(Layout::Zigzag, &mask, 4, None).unwrap();
+        assert_eq!(zigzag.group(0, 2), [Run::of(0..4), Run::of(12..16)]);
+        assert_eq!(zigzag.group(0, 4), [Run::of(0..16)]);
+        let stripe = Shards::new(Layout::Stripe, &mask, 4, None).unwrap();
+        assert_eq!(
+            stripe.group(2, 2),
+            [Run { start: 2, step: 4, count: 4 }, Run { start: 3, step: 4, count: 4 }]
+        );
+        assert_eq!(stripe.group(0, 4), [Run::of(0..16)]);
+    }
+
+    #[test]
     fn lengths_that_do_not_divide_differ_by_one() {
         let mask = MaskSlices::packed(Mask::CAUSAL, &[2999]).unwrap();
-        let counts = |layout| Shards::new(layout, &mask, 4).unwrap().counts();
+        let counts = |layout| Shards::new(layout, &mask, 4, None).unwrap().counts();
         assert_eq!(counts(Layout::Contiguous), [750, 750, 750, 749]);
         assert_eq!(counts(Layout::Stripe), [750, 750, 750, 749]);
         assert_eq!(counts(Layout::Zigzag), [749, 750, 750, 750]);
-        let none = Shards::new(Layout::Zigzag, &mask, 0).unwrap_err();
+        let none = Shards::new(Layout::Zigzag, &mask, 0, None).unwrap_err();
         assert_eq!(none.field, "cp_size");
     }
 }

@@ -1,5 +1,6 @@
 //! A tile: the part of a slice that one run of queries and one run of keys share, trimmed to the rows and keys that see each other.
 
+use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use suanpan_base::Mask;
@@ -38,7 +39,10 @@ impl Tile {
             return None;
         }
         assert!(q.step == k.step || q.count == 1 || k.count == 1, "runs of one step");
-        let (step, apart) = (q.step as i64, k.start as i64 - q.start as i64);
+        // A single token has no step of its own.
+        let step = if q.count > 1 { q.step } else { k.step };
+        let (q, k) = (Run { step, ..q }, Run { step, ..k });
+        let (step, apart) = (step as i64, k.start as i64 - q.start as i64);
         let (nq, nk) = (q.count as i64, k.count as i64);
         // low <= apart + step (j - i) <= high. Unbounded sides become the widest distance of the tile.
         let low = slice.low.map_or(1 - nq, |low| -(apart - low).div_euclid(step)).max(1 - nq);
@@ -63,19 +67,22 @@ impl Tile {
         })
     }
 
-    /// All tiles of these queries and keys.
+    /// All tiles of these queries and keys. With `block`, none leaves a block of so many tokens on either side, counted from the first token
+    /// of its document: tiles then follow from the mask alone, whoever works on them.
     pub fn cut_all(
         mask: &MaskSlices,
-        q: &[Run],
-        k: &[Run],
+        (q, k): (&[Run], &[Run]),
         heads: &[(Range<usize>, Range<usize>)],
+        block: Option<NonZeroUsize>,
     ) -> Vec<Tile> {
         let mut tiles = Vec::new();
         for &q in q {
             for slice in mask.slices_within(&q.hull()) {
-                for &k in k {
-                    for (q_heads, kv_heads) in heads {
-                        tiles.extend(Tile::cut(slice, q, k, q_heads.clone(), kv_heads.clone()));
+                for q in blocks(slice, q.within(&slice.q), block) {
+                    for k in k.iter().flat_map(|k| blocks(slice, k.within(&slice.k), block)) {
+                        for (q_heads, kv_heads) in heads {
+                            tiles.extend(Tile::cut(slice, q, k, q_heads.clone(), kv_heads.clone()));
+                        }
                     }
                 }
             }
@@ -113,6 +120,14 @@ impl Tile {
     pub fn pairs(&self) -> u64 {
         self.mask().visible_pairs(suanpan_base::SeqLen::new(self.q.count, self.k.count))
     }
+}
+
+/// A run of one document, cut where its blocks meet.
+fn blocks(slice: &Slice, run: Run, block: Option<NonZeroUsize>) -> Vec<Run> {
+    let Some(block) = block.map(NonZeroUsize::get).filter(|_| run.count > 0) else { return vec![run] };
+    let (hull, origin) = (run.hull(), slice.document_start);
+    let first = origin + (hull.start - origin) / block * block;
+    (first..hull.end).step_by(block).map(|start| run.within(&(start..start + block))).collect()
 }
 
 #[cfg(test)]

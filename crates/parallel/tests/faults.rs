@@ -24,7 +24,8 @@ fn run(
     let whole = Whole::new(HeadShape::new(4, 4, 4), Mask::CAUSAL, &[16], 3);
     // Contiguous: the first rank needs nobody, and the last one's keys nobody.
     let (layout, cp_size) = (Layout::Contiguous, RANKS);
-    let request = Request { heads: whole.heads, mask: &whole.mask, layout, cp_size, scheme, pass };
+    let (heads, mask) = (whole.heads, &whole.mask);
+    let request = Request { heads, mask, layout, cp_size, scheme, pass, invariant_block: None };
     let plan = check(ParallelPlan::new(&request).unwrap()).unwrap();
     let backward = pass == Pass::Backward;
     let inputs = (0..RANKS).map(|rank| {
@@ -39,22 +40,26 @@ fn run(
             d_out: when(of(&whole.d_out)),
         }
     });
-    let options = Options { timeout, observer: Some(break_at) };
+    let options = Options { timeout, observer: Some(break_at), ..Options::default() };
     run_threads(&plan, &Default::default(), inputs.collect(), &options).unwrap()
 }
 
 fn steps(scheme: Scheme, pass: Pass) -> usize {
     match (scheme, pass) {
         (Scheme::Ring, Pass::Forward) => RANKS,
-        (Scheme::Ring, Pass::Backward) => RANKS + 1,
-        (Scheme::AllGather, Pass::Forward) => 2,
+        (Scheme::Ring, Pass::Backward) | (Scheme::RingQuery, _) => RANKS + 1,
+        (Scheme::AllGather | Scheme::Halo, Pass::Forward) => 2,
+        // Two groups: heads out, two turns of the ring (backward one home), results home.
+        (Scheme::Hybrid(_), Pass::Forward) => 4,
+        (Scheme::Hybrid(_), Pass::Backward) => 5,
         _ => 3,
     }
 }
 
 /// Every (scheme, pass, rank, step).
 fn places() -> Vec<(Scheme, Pass, usize, usize)> {
-    let kinds = Scheme::ALL.into_iter().flat_map(|s| [Pass::Forward, Pass::Backward].map(|p| (s, p)));
+    let schemes = Scheme::ALL.into_iter().chain([Scheme::Hybrid(2)]);
+    let kinds = schemes.flat_map(|s| [Pass::Forward, Pass::Backward].map(|p| (s, p)));
     let ranks = kinds.flat_map(|(s, p)| (0..RANKS).map(move |r| (s, p, r)));
     ranks.flat_map(|(s, p, r)| (0..steps(s, p)).map(move |t| (s, p, r, t))).collect()
 }

@@ -6,7 +6,8 @@ use std::num::NonZeroUsize;
 
 use common::Numbers;
 use suanpan_base::{HeadShape, Mask};
-use suanpan_parallel::plan::own;
+use suanpan_parallel::plan::{Holds, own};
+use suanpan_parallel::simulate::Constants;
 use suanpan_parallel::{Flaw, Layout, MaskSlices, ParallelPlan, Pass, Request, Scheme, check};
 
 fn pick<T: Clone>(x: &mut Numbers, of: &[T]) -> T {
@@ -31,13 +32,18 @@ fn random_plan(x: &mut Numbers) -> ParallelPlan {
     ];
     let mask = MaskSlices::packed(pick(x, &masks), &lengths).unwrap();
     let (kv, group) = (1 + x.below(5), 1 + x.below(4));
+    let (cp_size, block) = (1 + x.below(12), NonZeroUsize::new(1 + x.below(6)));
+    let sizes = (1..=cp_size).filter(|size| cp_size.is_multiple_of(*size));
+    let mut schemes: Vec<Scheme> = sizes.map(Scheme::Hybrid).collect();
+    schemes.extend(Scheme::ALL);
     let request = Request {
         heads: HeadShape::with_widths(kv * group, kv, 1 + x.below(3), 1 + x.below(3)),
         mask: &mask,
         layout: pick(x, &Layout::ALL),
-        cp_size: 1 + x.below(11),
-        scheme: pick(x, &Scheme::ALL),
+        cp_size,
+        scheme: pick(x, &schemes),
         pass: pick(x, &[Pass::Forward, Pass::Backward]),
+        invariant_block: pick(x, &[None, None, block]),
     };
     ParallelPlan::new(&request).unwrap()
 }
@@ -56,8 +62,16 @@ fn ten_thousand_random_plans_pass_the_checker() {
 fn plan(scheme: Scheme, pass: Pass) -> ParallelPlan {
     let mask = MaskSlices::packed(Mask::CAUSAL, &[24]).unwrap();
     let heads = HeadShape::new(4, 2, 8);
-    ParallelPlan::new(&Request { heads, mask: &mask, layout: Layout::Zigzag, cp_size: 4, scheme, pass })
-        .unwrap()
+    ParallelPlan::new(&Request {
+        heads,
+        mask: &mask,
+        layout: Layout::Zigzag,
+        cp_size: 4,
+        scheme,
+        pass,
+        invariant_block: None,
+    })
+    .unwrap()
 }
 
 /// Spoils the ring's backward and returns what the checker says.
@@ -130,14 +144,23 @@ fn a_chunk_sent_for_nobody_is_not_the_ledgers() {
     let mask = MaskSlices::packed(Mask::CAUSAL, &[24]).unwrap();
     let heads = HeadShape::new(4, 2, 8);
     let (layout, scheme, pass) = (Layout::Contiguous, Scheme::AllGather, Pass::Forward);
-    let mut plan =
-        ParallelPlan::new(&Request { heads, mask: &mask, layout, cp_size: 3, scheme, pass }).unwrap();
+    let mut plan = ParallelPlan::new(&Request {
+        heads,
+        mask: &mask,
+        layout,
+        cp_size: 3,
+        scheme,
+        pass,
+        invariant_block: None,
+    })
+    .unwrap();
     let mut send = plan.ranks[0].steps[0].sends[0].clone();
-    (send.peer, send.region.origin) = (0, 2);
+    (send.peer, send.region.parcels) = (0, 2..3);
     plan.ranks[2].steps[0].sends.push(send);
     let mut recv = plan.ranks[1].steps[0].recvs[0].clone();
-    (recv.peer, recv.region.origin) = (2, 2);
+    (recv.peer, recv.region.parcels) = (2, 2..3);
     plan.ranks[0].steps[0].recvs.push(recv);
+    plan.ranks[0].buffers[3].holds = Holds::Span(0..24);
     let flaw = check(plan).expect_err("a chunk too many");
     assert!(matches!(flaw, Flaw::Bytes { rank: 2, ledger: 0, .. }), "{flaw}");
 }
@@ -148,7 +171,16 @@ fn zigzag_is_even_and_contiguous_is_not() {
     let heads = HeadShape::new(1, 1, 8);
     let plan = |layout| {
         let (scheme, pass) = (Scheme::Ring, Pass::Forward);
-        ParallelPlan::new(&Request { heads, mask: &mask, layout, cp_size: 8, scheme, pass }).unwrap()
+        ParallelPlan::new(&Request {
+            heads,
+            mask: &mask,
+            layout,
+            cp_size: 8,
+            scheme,
+            pass,
+            invariant_block: None,
+        })
+        .unwrap()
     };
     // Step by step the ring waits for its busiest rank: one half block, then N - 1 whole ones, where N / 2 are the mean.
     assert!((plan(Layout::Contiguous).step_imbalance() - 15.0 / 8.0).abs() < 0.01);
@@ -156,7 +188,8 @@ fn zigzag_is_even_and_contiguous_is_not() {
     assert!(plan(Layout::Stripe).step_imbalance() < 1.01);
     let text = plan(Layout::Contiguous).to_string();
     assert!(
-        text.contains("chunks make [7, 6, 5, 4, 3, 2, 1, 0] hops") && text.contains("28 of 56 hops saved"),
+        text.contains("chunks of keys make [7, 6, 5, 4, 3, 2, 1, 0] hops")
+            && text.contains("28 of 56 hops saved"),
         "{text}"
     );
 }
@@ -171,11 +204,30 @@ fn packed_documents_are_even_under_document_zigzag() {
     }
     let mask = MaskSlices::packed(Mask::CAUSAL, &lengths).unwrap();
     let heads = HeadShape::new(1, 1, 8);
-    for scheme in [Scheme::Ring, Scheme::AllGather] {
+    // What kernels take for tiles: a call 5 us, a pair 2 ns, a row 0.19 us, as measured on one core (docs/parallel.md).
+    let constants = Constants {
+        tile_us: 5.0,
+        forward_pair_us: 2e-3,
+        forward_row_us: 0.19,
+        granule: 1,
+        ..Constants::h200(64)
+    };
+    let work = |plan: &ParallelPlan| -> f64 {
+        let all = plan.ranks.iter().flat_map(|r| &r.steps).flat_map(|s| &s.work);
+        all.map(|w| constants.work_us(Pass::Forward, w)).sum()
+    };
+    let plan = |cp_size, scheme| {
         let (layout, pass) = (Layout::DocumentZigzag, Pass::Forward);
-        let plan =
-            ParallelPlan::new(&Request { heads, mask: &mask, layout, cp_size: 8, scheme, pass }).unwrap();
+        let request = Request { heads, mask: &mask, layout, cp_size, scheme, pass, invariant_block: None };
+        ParallelPlan::new(&request).unwrap()
+    };
+    let one = work(&plan(1, Scheme::Ring));
+    for scheme in [Scheme::Ring, Scheme::AllGather, Scheme::Halo] {
+        let plan = plan(8, scheme);
+        println!("{scheme}: imbalance {:.4}, work {:.4}", plan.imbalance(), work(&plan) / one);
         assert!(plan.imbalance() <= 1.05, "{scheme}: {}", plan.imbalance());
+        let pairs: u64 = (0..8).map(|rank| plan.pairs(rank)).sum();
+        assert_eq!(pairs, mask.pairs(), "no pair is worked on for nothing");
         let counts = plan.shards.counts();
         assert!(counts.iter().max().unwrap() - counts.iter().min().unwrap() <= lengths.len(), "{counts:?}");
     }

@@ -26,6 +26,9 @@ pub struct ServerOptions {
     pub log_requests: bool,
     /// Time between two comments that keep an idle stream open.
     pub keep_alive: Duration,
+    /// Keys the numbers that stand for API keys and salts in the prefix cache. Whoever keeps it finds what he cached again; else it
+    /// is as good as random and lives as long as the process.
+    pub namespace_secret: [u8; 32],
     /// Time that running requests get to finish when the server is told to stop.
     pub drain: Duration,
 }
@@ -38,6 +41,7 @@ impl Default for ServerOptions {
             max_body_bytes: 32 << 20,
             log_requests: true,
             keep_alive: Duration::from_secs(15),
+            namespace_secret: suanpan_engine::folder_secret(None).unwrap_or_default(),
             drain: Duration::from_secs(10),
         }
     }

@@ -32,6 +32,11 @@ impl Keys {
         self.0.is_empty()
     }
 
+    /// The key of a tenant; empty where none is needed.
+    pub(crate) fn of(&self, tenant: Tenant) -> &str {
+        self.0.get(tenant.0).map_or("", String::as_str)
+    }
+
     /// The tenant of a request, or None when its key is missing or wrong.
     pub fn tenant(&self, headers: &HeaderMap) -> Option<Tenant> {
         if self.is_open() {

@@ -126,7 +126,9 @@ pub(crate) async fn completion(
     echo: bool,
 ) -> Result<Response, ApiError> {
     let answers = answers(run).await?;
-    let usage = books::usage(&all_books(&answers), heading.n);
+    let drawn = answers.len() / prompts.len().max(1);
+    let usage = books::usage(&all_books(&answers), drawn);
+    let answers = if drawn > heading.n { likeliest(answers, drawn, heading.n) } else { answers };
     let choice = |(index, answer): (usize, Answer)| {
         completion_choice(app, heading, &prompts[index / heading.n], echo, index, answer)
     };
@@ -140,6 +142,22 @@ pub(crate) async fn completion(
         prompt_token_ids: None,
     };
     json(&reply)
+}
+
+/// Of each `drawn` answers of one prompt the `n` with the highest mean log-probability of a token, the best first.
+fn likeliest(answers: Vec<Answer>, drawn: usize, n: usize) -> Vec<Answer> {
+    let mean = |answer: &Answer| {
+        let sum: f64 = answer.logprobs.iter().map(|p| f64::from(p.token.logprob)).sum();
+        sum / answer.logprobs.len().max(1) as f64
+    };
+    let mut answers = answers.into_iter().peekable();
+    let mut kept = Vec::new();
+    while answers.peek().is_some() {
+        let mut of_prompt: Vec<Answer> = answers.by_ref().take(drawn).collect();
+        of_prompt.sort_by(|a, b| mean(b).total_cmp(&mean(a)));
+        kept.extend(of_prompt.into_iter().take(n));
+    }
+    kept
 }
 
 fn completion_choice(

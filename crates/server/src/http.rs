@@ -37,11 +37,6 @@ impl Ids {
         let n = self.next.fetch_add(1, Ordering::Relaxed);
         format!("{prefix}{:016x}{:016x}", self.keys.0.hash_one(n), self.keys.1.hash_one(n))
     }
-
-    /// A 64-bit number that stands for `value` as long as the process lives.
-    pub fn keyed(&self, value: impl std::hash::Hash) -> u64 {
-        self.keys.0.hash_one(value)
-    }
 }
 
 /// Gives every request a name, checks its key, and names the reply.

@@ -78,6 +78,8 @@ struct Asker<'a> {
     tenant: Tenant,
     prompt_logprobs: bool,
     default_tokens: usize,
+    /// Choices drawn for each prompt where more are drawn than come back.
+    best_of: Option<usize>,
 }
 
 fn prepare(
@@ -92,7 +94,12 @@ fn prepare(
     for (name, ready) in &prompts {
         let asked = common.sampling.max_tokens;
         let max_tokens = prompt::budget(limit, name, ready.ids.len(), asked, asker.default_tokens)?;
-        work.push((ready.ids.clone(), prompt::params(&app.model, &common.sampling, max_tokens)?));
+        let mut params = prompt::params(&app.model, &common.sampling, max_tokens)?;
+        if asker.best_of.is_some() {
+            // They are ranked by what their tokens' probabilities were.
+            params.logprobs = params.logprobs.or(Some(0));
+        }
+        work.push((ready.ids.clone(), params));
     }
     Ok(Prepared {
         heading: Heading {
@@ -106,7 +113,7 @@ fn prepare(
         },
         work: Work {
             prompts: work,
-            n: common.n,
+            n: asker.best_of.unwrap_or(common.n),
             namespace: namespace(app, asker.tenant, common.cache_salt.as_deref()),
             cache_priority: common.cache_priority,
             label: common.request_id.clone().unwrap_or_else(|| asker.request_id.to_owned()),
@@ -119,9 +126,20 @@ fn prepare(
     })
 }
 
-/// Keys and salts split the prefix cache. The number is keyed by the process, so it can be neither guessed nor steered.
+/// Keys and salts split the prefix cache. The number is keyed by the server's secret, so it can be neither guessed nor steered; it does
+/// not depend on the order of the keys.
 fn namespace(app: &App, tenant: Tenant, salt: Option<&str>) -> u64 {
-    if tenant == Tenant::default() && salt.is_none() { 0 } else { app.ids.keyed((tenant, salt)) }
+    let keys = &app.options.api_keys;
+    if keys.is_open() && salt.is_none() {
+        return 0;
+    }
+    let mut hash = blake3::Hasher::new_keyed(&app.options.namespace_secret);
+    let key = keys.of(tenant).as_bytes();
+    hash.update(&(key.len() as u64).to_le_bytes()).update(key);
+    hash.update(&[u8::from(salt.is_some())]).update(salt.unwrap_or_default().as_bytes());
+    let mut number = [0; 8];
+    number.copy_from_slice(&hash.finalize().as_bytes()[..8]);
+    u64::from_le_bytes(number)
 }
 
 async fn chat(
@@ -145,6 +163,7 @@ async fn chat(
             tenant,
             prompt_logprobs: common.sampling.prompt_logprobs.is_some(),
             default_tokens: usize::MAX,
+            best_of: None,
         };
         prepare(&shared, &asker, model, &common, vec![("messages".into(), ready)])
     })
@@ -182,6 +201,7 @@ async fn completion(
             tenant,
             prompt_logprobs: request.prompt_logprobs,
             default_tokens: COMPLETION_TOKENS,
+            best_of: (request.best_of > request.common.n).then_some(request.best_of),
         };
         Ok((prepare(&shared, &asker, model, &request.common, prompts)?, request.echo))
     })

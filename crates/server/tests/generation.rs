@@ -192,7 +192,7 @@ async fn choices_come_prompt_by_prompt_also_in_a_stream() {
 
 /// C25.
 #[tokio::test(flavor = "multi_thread")]
-async fn prompt_logprobs_are_the_same_after_a_prefix_hit_and_line_up_with_the_text() {
+async fn c25_prompt_logprobs_are_the_same_after_a_prefix_hit_and_line_up_with_the_text() {
     let server = Server::start().await;
     let prompt = filler(48);
     let body = with(completion(&prompt, 1), json!({"echo": true, "logprobs": 1, "ignore_eos": true}));
@@ -225,7 +225,7 @@ async fn prompt_logprobs_are_the_same_after_a_prefix_hit_and_line_up_with_the_te
 
 /// C25, second half: most of the vocabulary is ruled out.
 #[tokio::test(flavor = "multi_thread")]
-async fn impossible_tokens_leave_the_json_strict() {
+async fn c25_impossible_tokens_leave_the_json_strict() {
     let server = Server::start().await;
     let extra = json!({"logprobs": true, "top_logprobs": 5, "max_tokens": 3, "allowed_token_ids": [65, 66], "ignore_eos": true});
     let reply = server.post(CHAT, &chat_of(&filler(40), extra)).await;
@@ -330,5 +330,40 @@ async fn a_character_is_never_cut_in_a_stream() {
     let pieces: Vec<&str> = events.iter().filter_map(|e| e["choices"][0]["text"].as_str()).collect();
     assert_eq!(pieces.concat(), "a🎉é世b");
     assert!(pieces.iter().all(|p| !p.contains('\u{fffd}')), "{pieces:?}");
+    server.stop().await;
+}
+
+/// `best_of`: of the choices that `n` would give, the ones with the highest mean log-probability a token, the best first; all are paid for.
+#[tokio::test(flavor = "multi_thread")]
+async fn best_of_returns_the_likeliest_of_the_choices_it_draws() {
+    let server = Server::start().await;
+    let hot =
+        json!({"prompt": "a b c d", "max_tokens": 6, "temperature": 100, "seed": 3, "ignore_eos": true});
+    let all = server.post(TEXT, &with(hot.clone(), json!({"n": 5, "logprobs": 0}))).await.json();
+    let mean = |choice: &Value| {
+        let list = choice["logprobs"]["token_logprobs"].as_array().unwrap();
+        list.iter().map(|x| x.as_f64().unwrap()).sum::<f64>() / list.len() as f64
+    };
+    let mut ranked: Vec<(f64, String)> = all["choices"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|c| (mean(c), c["text"].as_str().unwrap().to_owned()))
+        .collect();
+    ranked.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let best = server.post(TEXT, &with(hot.clone(), json!({"n": 2, "best_of": 5}))).await.json();
+    let texts: Vec<&str> =
+        best["choices"].as_array().unwrap().iter().map(|c| c["text"].as_str().unwrap()).collect();
+    assert_eq!(texts, [ranked[0].1.as_str(), ranked[1].1.as_str()]);
+    assert_eq!((&best["choices"][0]["logprobs"], &best["choices"][1]["index"]), (&Value::Null, &json!(1)));
+    assert_eq!(
+        (&best["usage"]["prompt_tokens"], &best["usage"]["completion_tokens"]),
+        (&all["usage"]["prompt_tokens"], &json!(30))
+    );
+    for wrong in
+        [json!({"n": 3, "best_of": 2}), json!({"best_of": 2, "stream": true}), json!({"best_of": 129})]
+    {
+        assert_eq!(server.post(TEXT, &with(hot.clone(), wrong)).await.status, 400);
+    }
     server.stop().await;
 }

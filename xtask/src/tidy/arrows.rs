@@ -18,7 +18,7 @@ pub const ALLOWED: &[(&str, &[&str])] = &[
     ("model", &["base", "ledger", "attn", "ops", "cache"]),
     ("engine", &["base", "ledger", "attn", "ops", "cache", "model"]),
     ("server", &["base", "ledger", "attn", "ops", "cache", "model", "engine"]),
-    ("suanpan", &["base", "ledger", "cuda", "attn", "ops", "cache", "model", "engine", "server"]),
+    ("suanpan", &["base", "ledger", "parallel", "cuda", "attn", "ops", "cache", "model", "engine", "server"]),
     ("xtask", &[]),
 ];
 

@@ -52,6 +52,6 @@ impl PrefixCache {
                 return Err(Imbalance::Counter { counter, kept, recomputed });
             }
         }
-        Ok(())
+        self.check_windows()
     }
 }

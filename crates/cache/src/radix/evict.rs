@@ -38,12 +38,17 @@ impl EvictionPolicy {
     }
 
     pub(super) fn rank(self, node: &Node) -> Rank {
+        self.rank_of(node.hits, node.priority, node.last_use)
+    }
+
+    /// The rank of what was found `hits` times, has this priority and was used last at that time.
+    pub(super) fn rank_of(self, hits: u64, priority: i32, last_use: u64) -> Rank {
         let counted = match self {
             EvictionPolicy::Lru => 0,
-            EvictionPolicy::Lfu => i64::try_from(node.hits).unwrap_or(i64::MAX),
-            EvictionPolicy::Priority => i64::from(node.priority),
+            EvictionPolicy::Lfu => i64::try_from(hits).unwrap_or(i64::MAX),
+            EvictionPolicy::Priority => i64::from(priority),
         };
-        (counted, node.last_use)
+        (counted, last_use)
     }
 
     /// Whether pages just published with `priority` behind `leaf` rank as its own, so that they may be of one node.
@@ -146,7 +151,9 @@ impl PrefixCache {
         // From the end, so that the pool hands the run out again in the order in which it was held.
         node.pages.drain(keep..).rev().for_each(drop);
         if pages > 0 {
-            node.tokens.truncate(keep * self.pool.page_size());
+            let tokens = keep * self.pool.page_size();
+            node.tokens.truncate(tokens);
+            self.drop_units_behind(leaf, tokens);
         }
         None
     }

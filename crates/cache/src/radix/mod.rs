@@ -17,13 +17,16 @@
 mod check;
 mod evict;
 mod tree;
+mod windows;
 
 use std::collections::{BTreeSet, HashMap};
 
 use crate::pool::{CachedPage, PageHandle, PagePool};
 pub use evict::EvictionPolicy;
 use evict::Rank;
-use tree::{Node, NodeId, Use};
+use tree::{Node, NodeId, Reached, Use};
+pub use windows::WindowHit;
+use windows::Windows;
 
 /// A prefix cache over the pages of one pool. A pool has at most one.
 pub struct PrefixCache {
@@ -37,6 +40,8 @@ pub struct PrefixCache {
     leaves: BTreeSet<(Rank, NodeId)>,
     clock: u64,
     cached_pages: usize,
+    /// The last windows of cached prefixes, for layers that look back no further.
+    windows: Option<Windows>,
 }
 
 /// What a look-up found, each page with a reference of the caller's own.
@@ -46,6 +51,11 @@ pub struct Hit {
     pub pages: Vec<PageHandle>,
     /// The page after them, where its first tokens match. It must be copied before anything is written behind them.
     pub partial: Option<PartialPage>,
+    /// The window in front of the hit's end, where the cache keeps windows.
+    pub window: WindowHit,
+    /// Tokens in whole pages that the tree has of the prompt, though the hit may end before for want of a window: there other
+    /// prompts parted from it.
+    pub branch: usize,
 }
 
 /// The beginning of a page.
@@ -82,16 +92,42 @@ impl PrefixCache {
             leaves: BTreeSet::new(),
             clock: 0,
             cached_pages: 0,
+            windows: None,
         }
     }
 
-    /// The longest cached prefix of `tokens`: whole pages, then the beginning of one more.
+    /// The longest cached prefix of `tokens`: whole pages, then the beginning of one more. Where the cache keeps windows, the
+    /// longest whose window is kept.
     ///
     /// Capped at `tokens.len() - 1` tokens, so that at least one token is left to compute logits from. The page of a partial hit
     /// is not renewed in the order of eviction: whoever copies it publishes a page of the same beginning.
     pub fn lookup(&mut self, namespace: u64, tokens: &[u32]) -> Hit {
-        let (usable, page_size) = (tokens.len().saturating_sub(1), self.pool.page_size());
-        let Some(reached) = self.walk(namespace, tokens, usable / page_size) else { return Hit::default() };
+        let usable = tokens.len().saturating_sub(1);
+        if self.windows.is_none() {
+            return self.lookup_within(namespace, &tokens[..usable]);
+        }
+        let (agreed, branch) = self.find_agreed(namespace, &tokens[..usable]);
+        let Some(agreed) = agreed else { return Hit { branch, ..Hit::default() } };
+        let hit = self.lookup_within(namespace, &tokens[..agreed.tokens]);
+        debug_assert_eq!(hit.tokens(self.pool.page_size()), agreed.tokens, "all of it was in the tree");
+        Hit { window: self.take_window(namespace, tokens, &agreed), branch, ..hit }
+    }
+
+    /// Where full and window layers agree that `tokens` can go on, and how many tokens in whole pages the tree has.
+    fn find_agreed(&self, namespace: u64, tokens: &[u32]) -> (Option<windows::Agreed>, usize) {
+        let page_size = self.pool.page_size();
+        let Some(reached) = self.walk(namespace, tokens, tokens.len() / page_size) else { return (None, 0) };
+        let whole = reached.pages * page_size;
+        let tail = &tokens[whole..];
+        let matched = whole + self.partial_tokens(&reached, tail);
+        (self.agree(&reached, tail, matched), whole)
+    }
+
+    fn lookup_within(&mut self, namespace: u64, tokens: &[u32]) -> Hit {
+        let page_size = self.pool.page_size();
+        let Some(reached) = self.walk(namespace, tokens, tokens.len() / page_size) else {
+            return Hit::default();
+        };
         let mut pages = Vec::with_capacity(reached.pages);
         let end = if reached.pages == 0 {
             reached.node
@@ -102,16 +138,32 @@ impl PrefixCache {
             self.pool.share_into(found, &mut pages);
             end
         };
-        let partial = self.nearest_child(end, &tokens[reached.pages * page_size..usable]);
+        let branch = reached.pages * page_size;
+        let partial = self.nearest_child(end, &tokens[branch..]);
         let partial = partial
             .map(|(child, tokens)| PartialPage { page: self.nodes[child as usize].pages[0].share(), tokens });
-        Hit { pages, partial }
+        Hit { pages, partial, window: WindowHit::default(), branch }
+    }
+
+    /// Tokens of `tail`, less than a page of them or more, in which the page right after `reached` begins.
+    fn partial_tokens(&self, reached: &Reached, tail: &[u32]) -> usize {
+        let node = &self.nodes[reached.node as usize];
+        if reached.pages_in_node < node.pages.len() {
+            let next = &node.tokens[reached.pages_in_node * self.pool.page_size()..];
+            return tree::common_prefix(next, tail);
+        }
+        self.nearest_child(reached.node, tail).map_or(0, |(_, tokens)| tokens)
     }
 
     /// How many whole pages `lookup` would find; renews and pins nothing.
     pub fn peek(&self, namespace: u64, tokens: &[u32]) -> usize {
-        let limit = tokens.len().saturating_sub(1) / self.pool.page_size();
-        self.walk(namespace, tokens, limit).map_or(0, |reached| reached.pages)
+        let page_size = self.pool.page_size();
+        let usable = tokens.len().saturating_sub(1);
+        if self.windows.is_some() {
+            let agreed = self.find_agreed(namespace, &tokens[..usable]).0;
+            return agreed.map_or(0, |agreed| agreed.tokens / page_size);
+        }
+        self.walk(namespace, tokens, usable / page_size).map_or(0, |reached| reached.pages)
     }
 
     /// Publishes the pages of `tokens` that are not cached yet, sharing them; `pages[i]` holds the tokens `i * page_size ..`,
@@ -151,8 +203,11 @@ impl PrefixCache {
             Some(reached) => self.end_at(reached),
             None => self.add_root(namespace),
         };
-        let end = self.append(end, rest, new, priority);
+        let (end, first) = self.append(end, rest, new, priority);
         if let Some(shorter) = shorter {
+            // What it stood for is the beginning of the first new page now, and so are the windows of prefixes that end in it.
+            let units = std::mem::take(&mut self.nodes[shorter as usize].units);
+            self.place_units(first.0, units.into_iter().map(|(end, unit)| (first.1 + end, unit)));
             self.remove_leaf(shorter);
         }
         self.touch(end, Use::Published(priority));
@@ -187,6 +242,9 @@ impl PrefixCache {
         self.unused.clear();
         self.leaves.clear();
         self.cached_pages = 0;
+        if let Some(windows) = &mut self.windows {
+            windows.clear();
+        }
     }
 
     /// Whether anything is kept at all.

@@ -5,6 +5,7 @@ use std::ops::Bound;
 
 use super::PrefixCache;
 use super::evict::Rank;
+use super::windows::UnitId;
 use crate::pool::CachedPage;
 
 /// Index of a node in `PrefixCache::nodes`.
@@ -25,6 +26,8 @@ pub(super) struct Node {
     pub pages: Vec<CachedPage>,
     /// By the child's first page of tokens. No key begins another.
     pub children: BTreeMap<Box<[u32]>, NodeId>,
+    /// Last windows kept of prefixes that end in this node, by where in its tokens they end.
+    pub units: BTreeMap<usize, UnitId>,
     /// Value of the logical clock at the last lookup or insert that ended in or passed this node.
     pub last_use: u64,
     /// Lookups that ended in or passed this node.
@@ -56,6 +59,7 @@ impl Node {
             tokens: Vec::new(),
             pages: Vec::new(),
             children: BTreeMap::new(),
+            units: BTreeMap::new(),
             last_use,
             hits: 0,
             priority: i32::MIN,
@@ -146,11 +150,13 @@ impl PrefixCache {
         let node = &mut self.nodes[lower as usize];
         let (rest_tokens, rest_pages) =
             (node.tokens.split_off(pages * page_size), node.pages.split_off(pages));
+        let behind = node.units.split_off(&(pages * page_size + 1));
         let upper = Node {
             parent: std::mem::replace(&mut node.parent, Parent::Unused),
             tokens: std::mem::replace(&mut node.tokens, rest_tokens),
             pages: std::mem::replace(&mut node.pages, rest_pages),
             children: BTreeMap::from([(node.tokens[..page_size].into(), lower)]),
+            units: std::mem::take(&mut node.units),
             ..*node
         };
         let Parent::Node(above) = upper.parent else { unreachable!("a root has no pages to split") };
@@ -158,7 +164,20 @@ impl PrefixCache {
         let upper = self.add_node(upper);
         self.nodes[lower as usize].parent = Parent::Node(upper);
         self.nodes[above as usize].children.insert(key, upper);
+        let here = std::mem::take(&mut self.nodes[upper as usize].units);
+        self.place_units(upper, here.into_iter());
+        self.place_units(lower, behind.into_iter().map(|(end, unit)| (end - pages * page_size, unit)));
         upper
+    }
+
+    /// Puts units, by where they end, into a node.
+    pub(super) fn place_units(&mut self, node: NodeId, units: impl Iterator<Item = (usize, UnitId)>) {
+        for (end, unit) in units {
+            self.nodes[node as usize].units.insert(end, unit);
+            if let Some(windows) = &mut self.windows {
+                windows.moved(unit, node, end);
+            }
+        }
     }
 
     pub(super) fn add_root(&mut self, namespace: u64) -> NodeId {
@@ -167,7 +186,8 @@ impl PrefixCache {
         root
     }
 
-    /// Puts new pages behind `end` and returns the node that they end in; `tokens` are theirs, and of the last page perhaps
+    /// Puts new pages behind `end` and returns the node that they end in, and where the first of them begins: its node, and the offset
+    /// in the node's tokens. `tokens` are theirs, and of the last page perhaps
     /// only the first. A leaf grows in place where its old pages will rank as the new ones; its time of last use is the
     /// caller's to renew.
     pub(super) fn append(
@@ -176,9 +196,10 @@ impl PrefixCache {
         tokens: &[u32],
         mut pages: Vec<CachedPage>,
         priority: i32,
-    ) -> NodeId {
+    ) -> (NodeId, (NodeId, usize)) {
         let page_size = self.pool.page_size();
         self.cached_pages += pages.len();
+        let mut first = None;
         let whole = pages.len().min(tokens.len() / page_size);
         let begun = pages.split_off(whole);
         if whole > 0 {
@@ -186,13 +207,18 @@ impl PrefixCache {
             let node = &mut self.nodes[end as usize];
             let is_leaf = node.children.is_empty() && matches!(node.parent, Parent::Node(_));
             if is_leaf && self.policy.may_grow(node, priority) {
+                first = Some((end, node.tokens.len()));
                 node.tokens.extend_from_slice(tokens);
                 node.pages.append(&mut pages);
             } else {
                 end = self.add_leaf(end, tokens, pages, priority);
             }
+            first = first.or(Some((end, 0)));
         }
-        if begun.is_empty() { end } else { self.add_leaf(end, &tokens[whole * page_size..], begun, priority) }
+        if !begun.is_empty() {
+            end = self.add_leaf(end, &tokens[whole * page_size..], begun, priority);
+        }
+        (end, first.unwrap_or((end, 0)))
     }
 
     fn add_leaf(&mut self, above: NodeId, tokens: &[u32], pages: Vec<CachedPage>, priority: i32) -> NodeId {
@@ -254,6 +280,7 @@ impl PrefixCache {
         self.leaves.remove(&(self.policy.rank(&gone), leaf));
         self.unused.push(leaf);
         self.cached_pages -= gone.pages.len();
+        self.drop_units(gone.units.values().copied());
         let parent = &mut self.nodes[above as usize];
         parent.children.remove(gone.key(page_size));
         // From the end, so that the pool hands the run out again in the order in which it was held.
@@ -283,6 +310,6 @@ fn matching_pages(a: &[u32], b: &[u32], page_size: usize) -> usize {
 }
 
 /// Tokens in which `a` and `b` agree from their start.
-fn common_prefix(a: &[u32], b: &[u32]) -> usize {
+pub(super) fn common_prefix(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }

@@ -44,6 +44,39 @@ fn in_use(path: &Path) -> bool {
         && (!Path::new("/proc/self").exists() || Path::new(&format!("/proc/{pid}")).exists())
 }
 
+/// A secret of 32 bytes that stays with a folder: read there, or drawn and kept there for its owner alone. Without a folder, one that
+/// nobody keeps.
+pub fn folder_secret(folder: Option<&Path>) -> io::Result<[u8; 32]> {
+    let Some(folder) = folder else { return Ok(draw_secret()) };
+    fs::create_dir_all(folder)?;
+    let path = folder.join("secret");
+    let mut options = fs::OpenOptions::new();
+    options.write(true).create_new(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    match options.open(&path) {
+        Ok(mut file) => {
+            let secret = draw_secret();
+            file.write_all(&secret)?;
+            Ok(secret)
+        }
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+            let kept = fs::read(&path)?;
+            kept.try_into().map_err(|_| io::Error::other("the file `secret` is not 32 bytes: remove it"))
+        }
+        Err(e) => Err(e),
+    }
+}
+
+/// From the keys with which the standard library guards its tables, drawn from the system.
+fn draw_secret() -> [u8; 32] {
+    let mut hash = blake3::Hasher::new_derive_key("suanpan folder secret 1");
+    for i in 0..4u8 {
+        hash.update(&std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), i).to_le_bytes());
+    }
+    *hash.finalize().as_bytes()
+}
+
 impl Store for DiskStore {
     fn read(&self, name: &Digest) -> io::Result<Vec<u8>> {
         fs::read(self.path(name))

@@ -6,11 +6,13 @@
 
 mod choice;
 mod disk;
+mod memory;
 mod object;
 mod worker;
 
 pub use choice::{Choice, Pace};
-pub use disk::DiskStore;
+pub use disk::{DiskStore, folder_secret};
+pub use memory::MemoryStore;
 pub use object::{ObjectFault, PageName, decode, encode};
 pub use worker::{Fetch, Fetched, Tier, TierBooks, TierOptions};
 
@@ -32,6 +34,14 @@ pub trait Store: Send + Sync {
     fn remove(&self, name: &Digest) -> io::Result<()>;
     /// Names and sizes of all objects, least recently used first.
     fn list(&self) -> io::Result<Vec<(Digest, u64)>>;
+    /// As `read`, past whatever is nearer than the rest.
+    fn read_far(&self, name: &Digest) -> io::Result<Vec<u8>> {
+        self.read(name)
+    }
+    /// Whether an object lies nearer than the rest, in memory: such are measured apart.
+    fn is_near(&self, _name: &Digest) -> bool {
+        false
+    }
 }
 
 /// What makes pages of one process readable by another: the same model, element types and page layout.

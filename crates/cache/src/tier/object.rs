@@ -45,7 +45,7 @@ pub enum ObjectFault {
     Tokens,
 }
 
-fn object_bytes(layout: &Layout) -> usize {
+pub(super) fn object_bytes(layout: &Layout) -> usize {
     HEADER_BYTES + 4 * layout.page_size + layout.page_bytes + 32
 }
 

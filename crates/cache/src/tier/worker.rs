@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
-use super::object::{PageName, decode, encode};
+use super::object::{PageName, decode, encode, object_bytes};
 use super::{Digest, Layout, Store};
 
 /// Limits of a tier.
@@ -44,6 +45,8 @@ pub struct TierBooks {
 pub struct Fetched {
     /// The pages' bytes, in order.
     pub pages: Vec<Vec<u8>>,
+    /// What reading them took, without the wait before.
+    pub read_seconds: f64,
     _staged: Staged,
 }
 
@@ -62,7 +65,8 @@ impl Fetch {
             Err(TryRecvError::Empty) => None,
             // The worker is gone: nothing will come.
             Err(TryRecvError::Disconnected) => {
-                Some(Fetched { pages: Vec::new(), _staged: Staged { shared: None, bytes: 0 } })
+                let _staged = Staged { shared: None, bytes: 0 };
+                Some(Fetched { pages: Vec::new(), read_seconds: 0.0, _staged })
             }
         }
     }
@@ -123,6 +127,7 @@ pub struct Tier {
     layout: Layout,
     options: TierOptions,
     shared: Arc<Shared>,
+    store: Arc<dyn Store>,
     jobs: Option<Sender<Job>>,
     worker: Option<JoinHandle<()>>,
 }
@@ -140,15 +145,16 @@ impl Tier {
         }
         let shared = Arc::new(Shared { index: Mutex::new(index) });
         let (jobs, queue) = channel();
+        let store: Arc<dyn Store> = Arc::from(store);
         let work = Worker {
             layout: layout.clone(),
-            store,
+            store: Arc::clone(&store),
             capacity: options.capacity_bytes,
             shared: Arc::clone(&shared),
         };
         let worker =
             std::thread::Builder::new().name("suanpan-tier".into()).spawn(move || work.run(queue))?;
-        Ok(Tier { layout, options, shared, jobs: Some(jobs), worker: Some(worker) })
+        Ok(Tier { layout, options, shared, store, jobs: Some(jobs), worker: Some(worker) })
     }
 
     /// What a page is to this tier.
@@ -160,6 +166,33 @@ impl Tier {
     pub fn stored(&self, names: &[PageName]) -> usize {
         let index = self.shared.lock();
         names.iter().take_while(|n| index.objects.get(&n.digest).is_some_and(|o| o.0.is_some())).count()
+    }
+
+    /// How many of `names` lie nearer than the rest.
+    pub fn near(&self, names: &[PageName]) -> usize {
+        names.iter().filter(|n| self.store.is_near(&n.digest)).count()
+    }
+
+    /// Seconds to read one object, measured now and here: the one not used for the longest, so that it lies where the rest does, or
+    /// where there is none one that is written for it. None where that cannot be done.
+    pub fn measure_read(&self) -> Option<f64> {
+        let far = |name: &Digest| !self.store.is_near(name);
+        let oldest = {
+            let index = self.shared.lock();
+            let stored = index.objects.iter().filter(|(name, o)| o.0.is_some() && far(name));
+            stored.min_by_key(|(_, o)| o.1).map(|(name, _)| *name)
+        };
+        let probe: Digest = [0xa5; 32];
+        if oldest.is_none() {
+            self.store.write(&probe, &vec![0; object_bytes(&self.layout)]).ok()?;
+        }
+        let start = Instant::now();
+        let read = self.store.read_far(&oldest.unwrap_or(probe));
+        let seconds = start.elapsed().as_secs_f64();
+        if oldest.is_none() {
+            self.store.remove(&probe).ok();
+        }
+        read.ok().map(|_| seconds)
     }
 
     /// Stores a page behind the caller's back. False where it is stored already, or too much waits.
@@ -218,7 +251,7 @@ impl Drop for Tier {
 
 struct Worker {
     layout: Layout,
-    store: Box<dyn Store>,
+    store: Arc<dyn Store>,
     capacity: u64,
     shared: Arc<Shared>,
 }
@@ -280,6 +313,7 @@ impl Worker {
     fn read(&self, names: &[PageName], to: &Sender<Fetched>, wanted: &AtomicBool) {
         let mut staged = Staged { shared: Some(Arc::clone(&self.shared)), bytes: 0 };
         let mut pages = Vec::with_capacity(names.len());
+        let start = Instant::now();
         for name in names {
             if !wanted.load(Ordering::Relaxed) {
                 return;
@@ -293,7 +327,8 @@ impl Worker {
             pages.push(page);
         }
         // Nobody may wait any more: then it all goes at once.
-        to.send(Fetched { pages, _staged: staged }).ok();
+        let read_seconds = start.elapsed().as_secs_f64();
+        to.send(Fetched { pages, read_seconds, _staged: staged }).ok();
     }
 
     fn read_page(&self, name: &PageName) -> Option<Vec<u8>> {

@@ -629,9 +629,15 @@ __device__ __forceinline__ void decode_body(const ClusterParams& p) {
       }
     };
     merge_columns(Number<0>{});
-    if constexpr (L::kPasses == 2) {
+    if constexpr (L::kPasses > 1) {
       __syncthreads();
       merge_columns(Number<1>{});
+    }
+    if constexpr (L::kPasses > 2) {
+      __syncthreads();
+      merge_columns(Number<2>{});
+      __syncthreads();
+      merge_columns(Number<3>{});
     }
     ++merged;
     waiting_b = b;

@@ -68,10 +68,10 @@ constexpr int kQPitch = 2 * D + 16;
 
 // Shared memory of a block with NT * 8 query rows.
 template <int NT, bool EXTRA> struct Layout {
-  // Warps: as many as the registers of their sums allow; at head dim 256 shared memory has room for the sums of four.
-  static constexpr int W = D == 256 ? 4 : KV == kBf16 || D != 128 || NT == 2 || EXTRA ? 8 : 12;
+  // Warps: as many as the registers of their sums allow.
+  static constexpr int W = D == 256 ? (EXTRA ? 4 : 8) : KV == kBf16 || D != 128 || NT == 2 || EXTRA ? 8 : 12;
   static constexpr int kRows = 8 * NT;
-  static constexpr int kPasses = D == 256 && NT == 2 ? 2 : 1;            // warps' results are merged so many columns at a time
+  static constexpr int kPasses = D == 256 ? W * NT / 4 : 1;              // warps' results are merged so many columns at a time
   static constexpr int kMergePitch = D / kPasses + 4;                    // floats: a row's columns spread over the banks
   static constexpr int kMerge = 0;                                       // [W][kRows][kMergePitch] f32
   static constexpr int kWarpSums = kMerge + W * kRows * kMergePitch * 4;  // [W][kRows] (maximum, sum)

@@ -105,11 +105,11 @@ __device__ __forceinline__ void scores(float (&s)[MT][NT][4], uint32_t k, uint32
   if constexpr (KV == kBf16) {
     const int row = lane & 15;
     const uint32_t row_at = k + row * T::kRow, q_at = q + (lane & 7) * q_pitch + (lane >> 3) * 16;
-    // Operands of several steps first, then their products: two chains of sums where there is one tile of rows.
+    // Operands of several steps first, then their products: two chains of sums a tile of rows.
     constexpr int kSteps = NT == 1 ? 8 : 4, kGroup = kSteps < D / 16 ? kSteps : D / 16;
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
-      float odd[4] = {0.f, 0.f, 0.f, 0.f};
+      float odd[NT][4] = {};
 #pragma unroll
       for (int k0 = 0; k0 < D / 16; k0 += kGroup) {
         uint32_t a[kGroup][4], b[kGroup / 2][NT][4];
@@ -125,13 +125,13 @@ __device__ __forceinline__ void scores(float (&s)[MT][NT][4], uint32_t k, uint32
         for (int ks = 0; ks < kGroup; ++ks) {
 #pragma unroll
           for (int n = 0; n < NT; ++n)
-            mma_bf16(NT == 1 && ks % 2 ? odd : s[m][n], a[ks], b[ks / 2][n][ks % 2 * 2], b[ks / 2][n][ks % 2 * 2 + 1]);
+            mma_bf16(ks % 2 ? odd[n] : s[m][n], a[ks], b[ks / 2][n][ks % 2 * 2], b[ks / 2][n][ks % 2 * 2 + 1]);
         }
       }
-      if (NT == 1) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[m][0][i] += odd[i];
-      }
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][n][i] += odd[n][i];
     }
   } else {
     // A lane's words of one key: KEY_WORDS times 4 (8-bit) or 8 (4-bit) elements, side by side in each 16-byte piece.

@@ -1,7 +1,7 @@
 // Exact attention forward for Hopper (sm_90a): 16-bit q, k, v, f32 accumulation, o and natural-log lse out.
-// Not here: split KV, FP8, backward. Built once per (HEAD_DIM, HEAD_DIM_V, DTYPE); each cubin holds a full kernel, a causal one
-// and one with features (windows, chunks, tree masks, softcap, ALiBi, sinks, pages), which are switched at run time. With MORE the cubin holds
-// one kernel that has bias and dropout besides, for which three warpgroups have too few registers.
+// Not here: the sum of parts (forward_combine.cu), FP8, backward. Built once per (HEAD_DIM, HEAD_DIM_V, DTYPE); each cubin holds a full kernel, a causal one
+// and one with features (windows, chunks, tree masks, softcap, ALiBi, sinks, pages, a group's heads in one tile), which are switched at run time. With MORE the cubin holds one
+// kernel that has bias, dropout and keys in parts besides, for which three warpgroups have too few registers.
 //
 // One persistent CUDA block per multiprocessor. The producer warpgroup has four working warps: K, V, one that loads q and
 // stores o, and one that draws tiles from a counter. Each math warpgroup owns 64 query rows and runs S = q k^T,
@@ -10,9 +10,6 @@
 // products of the others.
 #include <type_traits>
 
-#ifndef MORE
-#define MORE 0
-#endif
 #include "forward_math.cuh"
 
 namespace suanpan {
@@ -29,6 +26,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
   constexpr int kToken = Chosen::kToken;
   // With one q buffer, o leaves from registers: the next q then comes in under the last softmax and P v of this tile.
   constexpr bool kDirect = L::kQBufs == 1;
+  const int pack = MODE == kFeatures ? p.pack_log2 : 0;
   extern __shared__ uint8_t smem_raw[];
   const uint32_t base = (smem_addr(smem_raw) + 1023) & ~1023u;
   const uint32_t bars = base + L::kBars;
@@ -133,19 +131,20 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
     if (warp == 3 && lane == 0) {  // draws tiles and works them out
       const int total = (p.seqlen_q_max + BM - 1) / BM * p.batch * p.num_kv_heads * p.group_size;
       int i = blockIdx.x;
+      const auto counter = [&] { return MORE ? p.counter + 2 * blockIdx.y : p.counter; };
       for (uint32_t asked = 0;; asked ^= 1) {
         mbar_wait(slot_empty(slot.stage), slot.phase ^ 1);
-        while (i < total && !tile_at<L::kNumWg, BN, MODE>(p, i, slots[slot.stage])) i = gridDim.x + atomicAdd(p.counter, 1);
+        while (i < total && !tile_at<L::kNumWg, BN, MODE>(p, i, slots[slot.stage])) i = gridDim.x + atomicAdd(counter(), 1);
         if (i >= total) slots[slot.stage].head = -1;
         mbar_arrive(slot_full(slot.stage));
         slot.advance();
         if (i >= total) break;
         mbar_wait(draw, asked);
-        i = gridDim.x + atomicAdd(p.counter, 1);
+        i = gridDim.x + atomicAdd(counter(), 1);
       }
-      if (atomicAdd(p.counter + 1, 1) == (int)gridDim.x - 1) {  // every block has drawn its last
-        p.counter[0] = 0;
-        p.counter[1] = 0;
+      if (atomicAdd(counter() + 1, 1) == (int)gridDim.x - 1) {  // every block has drawn its last
+        counter()[0] = 0;
+        counter()[1] = 0;
       }
     } else if (warp == 0 && (MODE == kFeatures || lane == 0)) {
       stream(std::true_type{});
@@ -166,7 +165,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
         mbar_expect(q_full(b, w), L::kQWg);
 #pragma unroll
         for (int c = 0; c < L::kChunks; ++c)
-          tma_load_3d(base + b * L::kQBuf + w * L::kQWg + c * L::kQChunk, q_map, q_full(b, w), c * 64, t.q0 + t.row0 + w * 64, t.head);
+          tma_load_4d(base + b * L::kQBuf + w * L::kQWg + c * L::kQChunk, q_map, q_full(b, w), c * 64, 0, t.q0 + ((t.row0 + w * 64) >> pack), t.head);
       };
       struct { int row0, q0, len_q, head; } last = {};
       uint32_t done_phase = 0;  // bit (b, w): parity of q_done
@@ -177,10 +176,10 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
         done_phase ^= 1u << bit;
         if constexpr (!kDirect) {
           const int row = last.row0 + w * 64;
-          if (row + 64 > last.len_q) return;
+          if (row + 64 > last.len_q || (MORE && gridDim.y > 1)) return;
 #pragma unroll
           for (int c = 0; c < L::kVChunks; ++c)
-            tma_store_3d(o_map, base + b * L::kQBuf + w * L::kQWg + c * L::kQChunk, c * 64, last.q0 + row, last.head);
+            tma_store_4d(o_map, base + b * L::kQBuf + w * L::kQWg + c * L::kQChunk, c * 64, 0, last.q0 + (row >> pack), last.head);
           tma_store_commit();
           tma_store_wait_read();
         }
@@ -280,12 +279,12 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
         };
         const auto mask_tree = [&] {
           for (int h = 0; h < 2; ++h) {
-            const int row = min(row0 + row_in_wg + 8 * h, t.len_q - 1);
+            const int row = min(row0 + row_in_wg + 8 * h, t.len_q - 1) >> pack;
             const uint32_t* bits = p.tree + (long long)(t.q0 + row) * p.tree_words;
             const auto word = [&](int w) { return w < 0 ? ~0u : w < p.tree_words ? bits[w] : 0u; };
 #pragma unroll
             for (int block = 0; block < BN / 32; ++block) {
-              const int bit = j * BN + 32 * block - (t.len_k - t.len_q);
+              const int bit = j * BN + 32 * block - (t.len_k - (t.len_q >> pack));
               const uint32_t seen = __funnelshift_r(word(bit >> 5), word((bit >> 5) + 1), bit & 31);
               m.mask_bits(block, h, seen >> 2 * (lane & 3));
             }
@@ -414,7 +413,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
           for (; j >= first; --j) step_overlap(Yes{});
         };
         m.reset();
-        if (MODE == kFeatures && p.sinks) {
+        if (MODE == kFeatures && p.sinks && (!MORE || blockIdx.y == 0)) {
           const float sink = p.sinks[t.head] * kLog2E;
           if (sink > -INFINITY) {
             m.row_max[0] = m.row_max[1] = sink / p.scale_log2;
@@ -465,7 +464,15 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
         }
 
         // o / sum: into the buffer that held this warpgroup's q, or straight to memory.
+#if MORE
+        const long long part = (long long)(blockIdx.y * p.num_kv_heads * p.group_size << pack) * p.total_q;  // rows of the parts before
+        float* const lse = gridDim.y > 1 ? p.partial_lse + part : p.lse;
+#else
+        float* const lse = p.lse;
+#endif
         float inv[2];
+        const auto token_of = [&](int row) { return t.q0 + (row >> pack); };
+        const auto head_of = [&](int row) { return (t.head << pack) + (row & ((1 << pack) - 1)); };
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float sum = m.row_sum[h];
@@ -474,9 +481,24 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
           const int row = row0 + row_in_wg + 8 * h;
           inv[h] = sum > 0.f ? 1.f / sum : 0.f;
           if ((lane & 3) == 0 && row < t.len_q)
-            p.lse[(long long)t.head * p.total_q + t.q0 + row] =
+            lse[(long long)head_of(row) * p.total_q + token_of(row)] =
                 sum > 0.f ? m.row_max[h] * p.scale + logf(sum) : -INFINITY;
         }
+#if MORE
+        if (gridDim.y > 1) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int row = row0 + row_in_wg + 8 * h;
+            float* const to = p.partial_o + (part + (long long)head_of(row) * p.total_q + token_of(row)) * DV + 2 * (lane & 3);
+            if (row >= t.len_q) continue;
+#pragma unroll
+            for (int col = 0; col < DV; col += 8) {
+              const int i = col / 2 + 2 * h;
+              asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to + col), "f"(m.o[i] * inv[h]), "f"(m.o[i + 1] * inv[h]) : "memory");
+            }
+          }
+        } else
+#endif
         if (!kDirect && rows == 64) {
           // All four warps have read q: each wrote its own rows only after its own last product, but q rows of a warp are
           // read by that warp's products alone, so no barrier is needed before writing.
@@ -491,7 +513,7 @@ __device__ __forceinline__ void forward_body(const CUtensorMap* q_map, const CUt
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const int row = row0 + row_in_wg + 8 * h;
-            uint16_t* to = (uint16_t*)p.o + (long long)(t.q0 + row) * p.o_token_stride + t.head * p.o_head_stride + 8 * (lane & 3);
+            uint16_t* to = (uint16_t*)p.o + (long long)token_of(row) * p.o_token_stride + head_of(row) * p.o_head_stride + 8 * (lane & 3);
 #pragma unroll
             for (int col = 0; col < DV; col += 32) {
               uint32_t w[4];

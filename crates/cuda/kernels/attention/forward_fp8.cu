@@ -1,5 +1,6 @@
 // Exact attention forward for Hopper (sm_90a) over e4m3 q, k and v: f32 softmax, bf16 o and natural-log lse out.
-// Not here: pages and features (forward.cu), quantisation. Built once per HEAD_DIM; each cubin holds a full and a causal kernel.
+// Not here: features (forward.cu), quantisation. Built once per HEAD_DIM; each cubin holds a full and a causal kernel over contiguous K and V, and
+// the same over pages, where each page may have scales of its own: K's go into the scores, V's into P, as parts of a tile's largest one.
 //
 // 8-bit products take both operands with the summed dimension contiguous, so v must be transposed: two producer warps do it, tile
 // by tile (ldmatrix.trans, byte permutes, stmatrix). The order in which it leaves keys within a group of 16 is the order in which
@@ -15,11 +16,11 @@ struct Fp8Chosen {
   static constexpr int kNumWg = WARPGROUPS, kKStages = K_STAGES, kVStages = V_STAGES, kTStages = TRANSPOSED_STAGES, kToken = TOKEN;
 };
 
-struct Fp8Scales {  // of a (sequence, kv head), or null: 1
+struct Fp8Scales {  // of a (sequence, kv head), over pages of a (page, kv head); or null: 1
   const float* q;       // [batch, num_kv_heads]
   const float* k;       // strides below, in elements: 0 repeats a scale
   const float* v;
-  int batch_stride;
+  long long outer_stride;  // from sequence to sequence, or from page to page
   int head_stride;
 };
 
@@ -38,8 +39,12 @@ template <int D> struct Fp8Layout {
   static constexpr int kNumBars = 2 * (S::kKStages + S::kVStages + S::kTStages + S::kNumWg) + 5;
   static constexpr int kSlots = (kBars + kNumBars * 8 + 15) / 16 * 16;
   static constexpr int kZero = kSlots + 2 * (int)sizeof(Tile);  // a float that is zero
-  static constexpr int kBytes = kZero + 16 + 1024;
+  // Of the last kScaleSlots key tiles, over pages: K's scale of each 16 keys, V's as parts of the tile's largest, and that. A slot is written
+  // again once every warpgroup has scored the tile kKStages later, and so is done with this one.
+  static constexpr int kScales = kZero + 16, kScaleSlots = 8, kScaleSlot = 80;
+  static constexpr int kBytes = kScales + kScaleSlots * kScaleSlot + 1024;
   static_assert(kBytes <= 232448, "more shared memory than a block can have");
+  static_assert(S::kKStages + 2 <= kScaleSlots, "scales are overwritten too early");
 };
 
 // Every role goes by one word, for want of registers: key tiles so far (key tile n lies in stage n % STAGES, a power of two), from
@@ -87,7 +92,7 @@ template <int CHUNKS> __device__ __forceinline__ void transpose_half(uint32_t fr
       }
 }
 
-template <int D, int MODE>
+template <int D, int MODE, bool PAGED>
 __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtensorMap* k_map, const CUtensorMap* v_map,
                                          const ForwardParams& p, const Fp8Scales& scales) {
   using L = Fp8Layout<D>;
@@ -116,11 +121,69 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
   }
   __syncthreads();
   uint32_t n = 0;
+  const auto scales_at = [&](uint32_t n) { return base + L::kScales + n % L::kScaleSlots * L::kScaleSlot; };
+  const bool per_page = PAGED && scales.outer_stride != 0;  // else a head's scales take no part until the end
 
   if (warp < 4) {
     registers_down<(S::kNumWg == 3) ? 32 : 40>();
     const auto last_key_tile = [&](const auto& t) { return key_tiles<BN, MODE>(tile_keys<BM, MODE>(p, t)).end - 1; };
-    if (warp == 0 && lane == 0) {  // K and V
+    if (PAGED && warp == 0) {  // K and V in boxes of one page's rows, a lane each; page ids a tile ahead
+      for (;; n += kOneTile) {
+        mbar_wait(bar(slot_full + slot_of(n)), slot_parity(n));
+        const volatile Tile& t = slots[slot_of(n)];
+        const int head = t.head, kv_head = t.kv_head, batch = t.batch, len_k = t.len_k;
+        int j = head < 0 ? -1 : last_key_tile(t);
+        __syncwarp();
+        if (lane == 0) mbar_arrive(bar(slot_empty + slot_of(n)));
+        if (head < 0) break;
+        const int draw_at = min(j, 2), rows = p.box_rows;
+        if (j < 0 && lane == 0) mbar_arrive(bar(draw));
+        const int* const ids = p.page_table + (long long)batch * p.pages_max;
+        // Lanes 0 .. 7 stand for 16 keys of the tile each, whatever the boxes are.
+        const auto live = [&](int j, int each) { return lane * each < BN && j * BN + lane * each < len_k; };
+        const auto id_at = [&](int j, int each) { return j >= 0 && live(j, each) ? ids[(j * BN + lane * each) / p.page_size] : 0; };
+        const auto scale_of = [&](const float* of, int id, int j) {
+          return !live(j, 16) ? 0.f : of ? of[id * scales.outer_stride + kv_head * scales.head_stride] : 1.f;
+        };
+        int box = id_at(j, rows), sixteen = id_at(j, 16);
+#pragma unroll 1
+        for (; j >= 0; --j, ++n) {
+          const int k = stage_of<S::kKStages>(n), v = stage_of<S::kVStages>(n), this_box = box;
+          float ks = 0.f, vs = 0.f;
+          if (per_page) {
+            ks = scale_of(scales.k, sixteen, j);
+            vs = scale_of(scales.v, sixteen, j);
+            sixteen = id_at(j - 1, 16);
+          }
+          box = id_at(j - 1, rows);
+          const bool loads = live(j, rows);
+          const int bytes = __popc(__ballot_sync(~0u, loads)) * rows * 128 * L::kChunks, row = (j * BN + lane * rows) % p.page_size;
+          float top = fabsf(vs);
+#pragma unroll
+          for (int x = 4; x > 0; x /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, x));
+          mbar_wait(bar(k_empty + k), parity_of<S::kKStages>(n) ^ 1);
+          if (per_page && lane < 8) {
+            store_shared(scales_at(n) + lane * 4, ks);
+            store_shared(scales_at(n) + 32 + lane * 4, top > 0.f ? vs / top : 0.f);
+            if (lane == 0) store_shared(scales_at(n) + 64, top);
+          }
+          const auto load = [&](uint32_t to, const CUtensorMap* map, uint32_t full) {
+            __syncwarp();
+            if (lane == 0) mbar_expect(full, bytes);
+            __syncwarp();
+            if (loads) {
+#pragma unroll
+              for (int c = 0; c < L::kChunks; ++c)
+                tma_load_4d(to + c * L::kChunk + lane * rows * 128, map, full, c * 128, row, kv_head, this_box);
+            }
+          };
+          load(base + L::kK + k * L::kTile, k_map, bar(k_full + k));
+          mbar_wait(bar(v_empty + v), parity_of<S::kVStages>(n) ^ 1);
+          load(base + L::kV + v * L::kTile, v_map, bar(v_full + v));
+          if (j == draw_at && lane == 0) mbar_arrive(bar(draw));  // as in forward.cu
+        }
+      }
+    } else if (!PAGED && warp == 0 && lane == 0) {  // K and V
       Tile t;
       const auto load = [&](uint32_t to, const CUtensorMap* map, uint32_t full, int token) {
         mbar_expect(full, L::kTile);
@@ -236,8 +299,8 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
       const int unit = t.batch * p.num_kv_heads + t.kv_head;
       float factor = 1.f;
       if (scales.q) factor = scales.q[unit];
-      const int kv_scale = t.batch * scales.batch_stride + t.kv_head * scales.head_stride;
-      if (scales.k) factor *= scales.k[kv_scale];
+      const long long kv_scale = t.batch * scales.outer_stride + t.kv_head * scales.head_stride;
+      if (!per_page && scales.k) factor *= scales.k[kv_scale];
       const float scale_log2 = p.scale_log2 * factor;
       float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
 #pragma unroll
@@ -272,6 +335,15 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         pass_token(3);
         release(k_empty + stage_of<S::kKStages>(n));
         if (j == 0) release(q_done + wg);
+        const uint32_t of_tile = scales_at(n);
+        if (per_page) {
+#pragma unroll
+          for (int g = 0; g < 8; ++g) {
+            const float ks = load_shared(of_tile + 4 * g);
+#pragma unroll
+            for (int i = 8 * g; i < 8 * g + 8; ++i) s[i] *= ks;
+          }
+        }
         if (j >= mine.whole_end) {
           int limit[2];
           for (int h = 0; h < 2; ++h) limit[h] = visible<MODE>(p, t, row0 + row_in_wg + 8 * h).end - j * BN - 2 * (lane & 3);
@@ -312,6 +384,14 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
           if (S::kToken >= 6 && i == (S::kToken == 6 ? 63 : S::kToken == 7 ? 47 : 31))
             named_arrive(8 + (wg + 1) % S::kNumWg + (row_sum[0] + row_sum[1] < 0.f), 256);
         }
+        if (per_page) {  // after the sums: lse does not know V
+#pragma unroll
+          for (int g = 0; g < 8; ++g) {
+            const float vs = load_shared(of_tile + 32 + 4 * g);
+#pragma unroll
+            for (int i = 8 * g; i < 8 * g + 8; ++i) s[i] *= vs;
+          }
+        }
 #pragma unroll
         for (int ks = 0; ks < 4; ++ks)
 #pragma unroll
@@ -337,12 +417,17 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
           if (c + 1 < kSums) { products(c + 1); wgmma_wait<1>(); } else { wgmma_wait<0>(); }
           pin(sum[c & 1]);
           if (c == kSums - 1) release(t_empty + stage_of<S::kTStages>(n));
+          if (per_page) {
+            const float v_tile = load_shared(of_tile + 64);
+#pragma unroll
+            for (int i = 0; i < kN / 2; ++i) sum[c & 1][i] *= v_tile;
+          }
 #pragma unroll
           for (int i = 0; i < kN / 2; ++i) o[c][i] = fmaf(o[c][i], corr[(i >> 1) & 1], sum[c & 1][i]);
         }
       }
 
-      const float v_scale = scales.v ? scales.v[t.batch * scales.batch_stride + t.kv_head * scales.head_stride] : 1.f;
+      const float v_scale = !per_page && scales.v ? scales.v[t.batch * scales.outer_stride + t.kv_head * scales.head_stride] : 1.f;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float sum = row_sum[h];
@@ -372,14 +457,16 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
 // What the host must know of this build: math warpgroups, keys a tile, bytes of shared memory.
 extern "C" __device__ const int forward_tiling[3] = {Fp8Chosen::kNumWg, Fp8Layout<HEAD_DIM>::kBn, Fp8Layout<HEAD_DIM>::kBytes};
 
-#define FP8_KERNEL(NAME, MODE)                                                                                                \
+#define FP8_KERNEL(NAME, MODE, PAGED)                                                                                                \
   extern "C" __global__ void __launch_bounds__((Fp8Chosen::kNumWg + 1) * 128, 1)                                              \
       NAME(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,                              \
            const __grid_constant__ CUtensorMap v_map, const __grid_constant__ ForwardParams p,                                \
            const __grid_constant__ Fp8Scales scales) {                                                                        \
-    fp8_body<HEAD_DIM, MODE>(&q_map, &k_map, &v_map, p, scales);                                                              \
+    fp8_body<HEAD_DIM, MODE, PAGED>(&q_map, &k_map, &v_map, p, scales);                                                              \
   }
-FP8_KERNEL(forward_fp8_full, kFull)
-FP8_KERNEL(forward_fp8_causal, kCausal)
+FP8_KERNEL(forward_fp8_full, kFull, false)
+FP8_KERNEL(forward_fp8_causal, kCausal, false)
+FP8_KERNEL(forward_fp8_full_pages, kFull, true)
+FP8_KERNEL(forward_fp8_causal_pages, kCausal, true)
 
 }  // namespace suanpan

@@ -4,6 +4,10 @@
 #include "../common/ptx.cuh"
 #include "../common/wgmma.cuh"
 
+#ifndef MORE
+#define MORE 0
+#endif
+
 namespace suanpan {
 
 enum Mode { kFull, kCausal, kFeatures };
@@ -13,7 +17,7 @@ struct ForwardParams {
   void* o;               // [total_q, num_q_heads, head_dim_v] with the two strides below, in elements
   const int* cu_q;       // [batch + 1] exclusive prefix sums, or null: every sequence has seqlen_q_max tokens
   const int* cu_k;       // the same for keys (paged: lengths only)
-  int* counter;          // {tiles drawn, blocks done}: zero before the first launch, left zero by every launch
+  int* counter;          // {tiles drawn, blocks done} a row of the grid: zero before the first launch, left zero by every launch
   long long o_token_stride;
   long long o_head_stride;
   int total_q;
@@ -43,6 +47,8 @@ struct ForwardParams {
   float softcap_inner;         // 2 * softmax_scale * log2(e) / cap
   float dot_scale_log2;        // softmax_scale * log2(e)
   int change_scores;           // there is a cap, a slope or a bias: dot products become scores in powers of two before the softmax
+  int pack_log2;               // of the query heads that share a kv head where rows are (token, head) and a tile has all of these heads; else 0:
+                               // then group_size is 1 and seqlen_q_max counts rows, as a tile's len_q does
   // From here on: read by forward_more alone.
   const float* bias;           // natural; [sequence, query head, query token, key] under the strides, which may be 0; or null
   long long bias_seq_stride;
@@ -53,6 +59,9 @@ struct ForwardParams {
   uint32_t dropped_below;      // weights whose number is below it are dropped
   float kept_factor;           // of those that stay; 0 is no dropout
   int bias_key_stride;         // 0 or 1
+  float split_share;           // 1 / gridDim.y: the grid's rows take equal parts of each tile's key tiles
+  float* partial_o;            // [gridDim.y, num_q_heads, total_q, head_dim_v] where that is not 1: joined by forward_combine
+  float* partial_lse;          // [gridDim.y, num_q_heads, total_q]
 };
 
 #ifdef Q_BUFFERS  // forward.cu; the numbers and their meanings are those of src/shapes.rs
@@ -86,7 +95,7 @@ template <int D, int DV> struct Layout {
 struct Part { int start, end, whole_start, whole_end; };
 
 struct alignas(16) Tile {
-  int row0;  // first query row, within the sequence; negative where the first warpgroups have no rows
+  int row0;  // first query row, within the sequence, as len_q counts; negative where the first warpgroups have no rows
   int head;  // -1: no more tiles
   int kv_head, q0, k0, len_q, len_k, batch;
   int key_start, key_end;  // kFeatures: keys that some row of the tile sees lie between
@@ -102,7 +111,7 @@ template <int MODE, class AnyTile> __device__ __forceinline__ Keys visible(const
   if (MODE == kFull) return {0, t.len_k};
   if (MODE == kCausal) return {0, max(0, min(t.len_k, t.len_k - t.len_q + row + 1))};
   const auto clip = [&](int x) { return max(0, min(x, t.len_k)); };
-  const int centre = row + (p.top_left ? 0 : t.len_k - t.len_q);
+  const int centre = (row >> p.pack_log2) + (p.top_left ? 0 : t.len_k - (t.len_q >> p.pack_log2));
   int start = clip(centre - p.left), end = clip(centre + p.right + 1);
   if (p.chunk) {
     const int first = (centre >= 0 ? centre / p.chunk : -1) * p.chunk;  // no key lies before 0: any chunk down there is empty
@@ -136,29 +145,27 @@ __device__ __forceinline__ Part part_of(const ForwardParams& p, const AnyTile& t
   const Keys some = key_tiles<BN, MODE>(visible_hull<MODE>(p, t, row0, row0 + rows - 1));
   int whole_end = visible<MODE>(p, t, row0).end / BN;
   const int whole_start = MODE == kFeatures ? (visible<MODE>(p, t, row0 + rows - 1).start + BN - 1) / BN : 0;
-  if (MODE == kFeatures && p.tree) whole_end = min(whole_end, max(0, t.len_k - t.len_q) / BN);
+  if (MODE == kFeatures && p.tree) whole_end = min(whole_end, max(0, t.len_k - (t.len_q >> p.pack_log2)) / BN);
   return {some.start, some.end, whole_start, whole_end};
 }
 
 // Tile number -> tile; false when the sequence has no such tile. Order: sections whose K and V fit in L2 together. Where later
-// rows see more, longest first inside a section, and the shortest quarter of all sections is kept for the end (a sixteenth of
-// the work), where it fills the gaps that the last long tiles leave.
+// rows see more, longest first inside a section, and the shortest quarter of all tiles is kept for the end (a sixteenth of the
+// work), where it fills the gaps that the last long tiles leave; section by section too, or it would read K and V again for each row of tiles.
 template <int NUM_WG, int BN, int MODE> __device__ __forceinline__ bool tile_at(const ForwardParams& p, int i, volatile Tile& t) {
   constexpr int BM = NUM_WG * 64;
   const bool longest_first = MODE == kCausal || (MODE == kFeatures && p.longest_first);
   const int num_m = (p.seqlen_q_max + BM - 1) / BM;
   const int all_units = p.batch * p.num_kv_heads;
-  const int short_m = longest_first ? num_m / 4 : 0;
-  int top = num_m, first = 0, units = all_units;
-  if (i < all_units * p.group_size * (num_m - short_m)) {
-    const int per_unit = (num_m - short_m) * p.group_size;
-    first = i / (per_unit * p.units_per_section) * p.units_per_section;
-    units = min(p.units_per_section, all_units - first);
-    i -= first * per_unit;
-  } else {
-    top = short_m;
-    i -= all_units * p.group_size * (num_m - short_m);
-  }
+  const int pack = MODE == kFeatures ? p.pack_log2 : 0;
+  const int short_m = longest_first && 2 * (p.seqlen_q_max >> pack) > p.seqlen_k_max ? num_m / 4 : 0;  // behind a long history no tile is short
+  const bool is_long = i < all_units * p.group_size * (num_m - short_m);
+  if (!is_long) i -= all_units * p.group_size * (num_m - short_m);
+  // Short tiles see a quarter of the keys at most: four times as many units fit.
+  const int top = is_long ? num_m : short_m, per_unit = (is_long ? num_m - short_m : short_m) * p.group_size;
+  const int section = is_long ? p.units_per_section : min(4 * p.units_per_section, all_units);
+  const int first = i / (per_unit * section) * section, units = min(section, all_units - first);
+  i -= first * per_unit;
   const int heads = units * p.group_size;
   const int rank = i / heads;
   const int h = i - rank * heads;
@@ -169,8 +176,8 @@ template <int NUM_WG, int BN, int MODE> __device__ __forceinline__ bool tile_at(
   t.batch = b;
   t.kv_head = kv_head;
   t.head = kv_head * p.group_size + h % p.group_size;
-  int q0 = b * p.seqlen_q_max, len_q = p.seqlen_q_max, k0 = b * p.seqlen_k_max, len_k = p.seqlen_k_max;
-  if (p.cu_q) { q0 = p.cu_q[b]; len_q = p.cu_q[b + 1] - q0; }
+  int q0 = (b * p.seqlen_q_max) >> pack, len_q = p.seqlen_q_max, k0 = b * p.seqlen_k_max, len_k = p.seqlen_k_max;
+  if (p.cu_q) { q0 = p.cu_q[b]; len_q = (p.cu_q[b + 1] - q0) << pack; }
   if (p.cu_k) { k0 = p.cu_k[b]; len_k = p.cu_k[b + 1] - k0; }
   t.q0 = q0;
   t.k0 = k0;
@@ -185,15 +192,25 @@ template <int NUM_WG, int BN, int MODE> __device__ __forceinline__ bool tile_at(
     const Keys keys = visible_hull<MODE>(p, t, max(0, t.row0), min(t.len_q, t.row0 + BM) - 1);
     t.key_start = keys.start;
     t.key_end = keys.end;
+    if (MORE && gridDim.y > 1) {
+      const Keys tiles = key_tiles<BN, MODE>(keys);
+      const auto cut = [&](uint32_t split) {
+        return split == gridDim.y ? tiles.end : tiles.start + __float2int_rd((tiles.end - tiles.start) * p.split_share * split);
+      };
+      const int from = cut(blockIdx.y), to = cut(blockIdx.y + 1);
+      t.key_start = from < to ? max(keys.start, from * BN) : from * BN;
+      t.key_end = from < to ? min(keys.end, to * BN) : from * BN;
+    }
+    const auto within = [&](int tile) { return MORE ? max(t.key_start / BN, min(tile, (t.key_end + BN - 1) / BN)) : tile; };
 #pragma unroll 1
     for (int w = 0; w < NUM_WG; ++w) {
       const int first = t.row0 + 64 * w, rows = min(64, t.len_q - first);
       if (first < 0 || rows <= 0) continue;
       const Part part = part_of<BN, MODE>(p, t, first, rows);
-      t.part[w].start = part.start;
-      t.part[w].end = part.end;
-      t.part[w].whole_start = part.whole_start;
-      t.part[w].whole_end = part.whole_end;
+      t.part[w].start = within(part.start);
+      t.part[w].end = within(part.end);
+      t.part[w].whole_start = within(part.whole_start);
+      t.part[w].whole_end = within(part.whole_end);
     }
   }
   return true;

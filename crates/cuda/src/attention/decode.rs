@@ -249,8 +249,8 @@ impl Decode {
     /// The kernel for a device with `num_sms` multiprocessors, from shapes alone: a captured launch stays right when lengths change.
     pub fn plan(&self, num_sms: u32) -> Plan {
         let line_can = decode_line::can(self);
-        // The clusters' kernel would read K and V once for each 16 rows; and with one kv head and many sequences it merges too often.
-        if line_can && (self.rows() > 16 || (self.num_kv_heads == 1 && self.batch > 96)) {
+        // The clusters' kernel would read K and V once for each 16 rows.
+        if line_can && self.rows() > 16 {
             return Plan::Line;
         }
         decode_cluster::layout(self, num_sms)

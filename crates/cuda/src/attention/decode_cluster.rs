@@ -86,8 +86,8 @@ pub(super) fn layout(d: &Decode, num_sms: u32) -> Plan {
     if d.batch > 2 && !d.batch_invariant {
         // Many sequences: no processor may idle, and most sequences lie in one part.
         let ranks = match units {
-            1 => 8,
-            _ if d.kv_type != KvType::Bf16 => 2,
+            1 if d.batch < 32 => 8,
+            _ if units == 1 || d.kv_type != KvType::Bf16 => 2,
             _ => 1,
         };
         return Plan::Clusters { ranks, parts: parts(ranks).max(1), line: true };
@@ -268,7 +268,7 @@ mod tests {
             ((16, 1), 256, 1, 8192, clusters(16, 4, false)),
             ((16, 1), 256, 1, 131_072, clusters(16, 7, false)),
             ((16, 1), 256, 16, 32_768, clusters(8, 15, true)),
-            ((16, 1), 256, 128, 4096, Plan::Line),
+            ((16, 1), 256, 128, 4096, clusters(2, 66, true)),
             ((64, 2), 128, 16, 4096, Plan::Line),
         ] {
             assert_eq!(

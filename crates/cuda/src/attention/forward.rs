@@ -117,7 +117,7 @@ pub struct Forward {
     pub o: Operand,
     /// `[num_q_heads, total_q]` f32, natural logarithm.
     pub lse: Address,
-    /// 8 bytes, zero before the first launch; one per stream.
+    /// 8 bytes for each split, zero before the first launch; one per stream.
     pub counter: Address,
     /// `[batch + 1]` i32.
     pub cu_seqlens_q: Option<Address>,
@@ -151,96 +151,34 @@ pub struct Forward {
     pub tree: Option<Tree>,
     /// Positive; usually 1 / sqrt(head_dim).
     pub softmax_scale: f32,
+    /// A tile's rows are (token, query head of a group), so that few tokens fill a tile and a group reads K and V once. For groups of 2 to 64
+    /// heads, a power of two, without ALiBi, sinks, bias and dropout, which differ from head to head.
+    pub pack_gqa: bool,
+    /// Cuts every tile's keys into parts that other blocks take, and joins them in a second kernel: for few tiles over many keys.
+    pub splits: Option<Splits>,
 }
 
-/// Mirrors `ForwardParams` of the kernels.
-#[repr(C)]
-pub(super) struct Params {
-    lse: Address,
-    o: Address,
-    cu_q: Address,
-    cu_k: Address,
-    counter: Address,
-    o_token_stride: i64,
-    o_head_stride: i64,
-    total_q: i32,
-    batch: i32,
-    num_kv_heads: i32,
-    group_size: i32,
-    seqlen_q_max: i32,
-    seqlen_k_max: i32,
-    units_per_section: i32,
-    scale: f32,
-    scale_log2: f32,
-    features: Features,
+/// Parts of the keys.
+#[derive(Clone, Copy, Debug)]
+pub struct Splits {
+    /// 1 to [`SPLITS_MAX`]. 1 joins nothing, but runs on the build whose tiles have 128 rows, which fills the last round of blocks better.
+    pub count: u32,
+    /// [`partial_bytes`] of f32, a multiple of 16 bytes, of any content.
+    pub partial: Address,
 }
 
-/// The parameters that only `forward_features` and `forward_more` read.
-#[repr(C)]
-struct Features {
-    page_table: Address,
-    alibi_slopes: Address,
-    sinks: Address,
-    tree: Address,
-    tree_words: i32,
-    page_size: i32,
-    pages_max: i32,
-    box_rows: i32,
-    left: i32,
-    right: i32,
-    chunk: i32,
-    top_left: i32,
-    longest_first: i32,
-    softcap_log2: f32,
-    softcap_inner: f32,
-    dot_scale_log2: f32,
-    change_scores: i32,
-    more: More,
-}
+/// Most parts.
+pub const SPLITS_MAX: u32 = 16;
 
-/// The parameters that only `forward_more` reads.
-#[repr(C)]
-#[derive(Default)]
-struct More {
-    bias: Address,
-    bias_seq_stride: i64,
-    bias_head_stride: i64,
-    bias_row_stride: i64,
-    seed: [u32; 2],
-    first: [u32; 4],
-    dropped_below: u32,
-    kept_factor: f32,
-    bias_key_stride: i32,
+/// Bytes of the results of `count` parts of `rows` (query tokens times query heads).
+pub fn partial_bytes(count: u32, rows: u64, head_dim_v: u32) -> u64 {
+    u64::from(count) * rows * (u64::from(head_dim_v) + 1) * 4
 }
-
-impl More {
-    fn new(scores: &Scores) -> More {
-        let mut more = More::default();
-        if let Some(bias) = scores.bias {
-            more.bias = bias.address;
-            more.bias_key_stride = bias.strides.key as i32;
-            more.bias_seq_stride = bias.strides.seq as i64;
-            more.bias_head_stride = bias.strides.head as i64;
-            more.bias_row_stride = bias.strides.row as i64;
-        }
-        if let Some(d) = scores.dropout {
-            let (p, key) = (f64::from(d.probability), d.key);
-            more.seed = [key.seed as u32, (key.seed >> 32) as u32];
-            more.first = [key.first_seq, key.first_head, key.first_row, key.first_key / 4];
-            more.dropped_below = (p * 2f64.powi(32)).round() as u32;
-            more.kept_factor = (1.0 / (1.0 - p)) as f32;
-        }
-        more
-    }
-}
-
-/// K and V of the sequences in flight should fit well inside the 50 MB L2.
-pub(crate) const L2_SECTION_BYTES: u64 = 24 << 20;
 
 /// Tokens a sequence may have; also what the kernel takes for "unbounded", and no sum of two such overflows.
-const TOKENS_MAX: u32 = 1 << 30;
+pub(super) const TOKENS_MAX: u32 = 1 << 30;
 
-const LOG2_E: f32 = std::f32::consts::LOG2_E;
+pub(super) const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
 impl Forward {
     /// What holds for every element type.
@@ -263,10 +201,12 @@ impl Forward {
                 "positive, at most 2.3e38 and not vanishing beside the scale",
             );
         }
+        self.check_pack()?;
         let tiles =
             u64::from(self.seqlen_q_max.div_ceil(64)) * u64::from(self.batch) * u64::from(self.num_q_heads);
         let tokens = self.total_q.max(self.total_k).max(self.seqlen_q_max).max(self.seqlen_k_max);
-        if tokens > TOKENS_MAX || tiles > 1 << 30 {
+        let rows = u64::from(self.seqlen_q_max) * u64::from(self.packed_heads());
+        if tokens > TOKENS_MAX || rows > u64::from(TOKENS_MAX) || tiles > 1 << 30 {
             let asked = format!("{tokens} tokens, {tiles} tiles");
             return bad("total_q, total_k", asked, "up to 2^30 tokens and tiles");
         }
@@ -283,7 +223,41 @@ impl Forward {
             return bad("tree.words", tree.words.to_string(), "seqlen_q_max / 32, rounded up, or more");
         }
         self.check_more()?;
+        self.check_splits()?;
         self.check_pages()
+    }
+
+    fn check_pack(&self) -> Result<(), Error> {
+        let group = self.num_q_heads / self.num_kv_heads;
+        if !self.pack_gqa || can_pack(group) && !self.differs_by_head() {
+            return Ok(());
+        }
+        let asked = format!("true for {group} query heads a kv head, {:?}", self.scores);
+        let supported = "groups of 2, 4, .. 64 heads without ALiBi, sinks, bias and dropout";
+        Err(Error::Unsupported { field: "pack_gqa", asked, supported })
+    }
+
+    fn differs_by_head(&self) -> bool {
+        let s = &self.scores;
+        s.alibi_slopes.is_some() || s.sinks.is_some() || s.bias.is_some() || s.dropout.is_some()
+    }
+
+    fn check_splits(&self) -> Result<(), Error> {
+        let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
+        match self.splits {
+            Some(s) if !(1..=SPLITS_MAX).contains(&s.count) => {
+                bad("splits.count", s.count.to_string(), "1 to 16")
+            }
+            Some(s) if s.partial == 0 || !s.partial.is_multiple_of(16) => {
+                bad("splits.partial", format!("{:#x}", s.partial), "a multiple of 16 bytes")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Query heads in a tile.
+    pub(super) fn packed_heads(&self) -> u32 {
+        if self.pack_gqa { self.num_q_heads / self.num_kv_heads } else { 1 }
     }
 
     fn check_more(&self) -> Result<(), Error> {
@@ -315,8 +289,6 @@ impl Forward {
     fn check_pages(&self) -> Result<(), Error> {
         let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
         let KeysValues::Paged(pages) = self.kv else { return Ok(()) };
-        pages.k.without_scales("k.scales")?;
-        pages.v.without_scales("v.scales")?;
         if pages.page_size == 0 || !pages.page_size.is_multiple_of(16) || pages.page_size > TOKENS_MAX {
             return bad("page_size", pages.page_size.to_string(), "multiples of 16 tokens");
         }
@@ -333,14 +305,19 @@ impl Forward {
 
     /// The kernel that a launch puts on the stream.
     pub fn kernel_name(&self) -> &'static str {
+        let plain = self.plain() && !matches!(self.kv, KeysValues::Paged(_)) && !self.pack_gqa;
+        function(self.mask, self.has_more(), plain)
+    }
+
+    /// Nothing happens to scores beyond scale and mask.
+    pub(super) fn plain(&self) -> bool {
         let s = &self.scores;
-        let plain =
-            s.softcap.is_none() && s.alibi_slopes.is_none() && s.sinks.is_none() && self.tree.is_none();
-        function(self.mask, self.has_more(), plain && !matches!(self.kv, KeysValues::Paged(_)))
+        let few = s.softcap.is_none() && s.alibi_slopes.is_none() && s.sinks.is_none();
+        few && self.tree.is_none() && !self.has_more()
     }
 
     fn has_more(&self) -> bool {
-        self.scores.bias.is_some() || self.scores.dropout.is_some()
+        self.scores.bias.is_some() || self.scores.dropout.is_some() || self.splits.is_some()
     }
 
     /// Maps of k and v, and the rows that one copy of them moves.
@@ -369,77 +346,12 @@ impl Forward {
         }
     }
 
-    fn features(&self, box_rows: u32) -> Features {
-        let (pages, page_size, pages_max) = match self.kv {
-            KeysValues::Paged(p) => (p.page_table, p.page_size as i32, p.pages_max as i32),
-            KeysValues::Packed { .. } => (0, 1, 0),
-        };
-        let bound = |side: Option<usize>| {
-            side.map_or(TOKENS_MAX - 1, |n| n.min(TOKENS_MAX as usize - 1) as u32) as i32
-        };
-        let mask = &self.mask;
-        let softcap = self.scores.softcap;
-        Features {
-            page_table: pages,
-            alibi_slopes: self.scores.alibi_slopes.unwrap_or(0),
-            sinks: self.scores.sinks.unwrap_or(0),
-            tree: self.tree.map_or(0, |t| t.bits),
-            tree_words: self.tree.map_or(0, |t| t.words as i32),
-            page_size,
-            pages_max,
-            box_rows: box_rows as i32,
-            left: bound(mask.left),
-            right: bound(mask.right),
-            chunk: mask.chunk.map_or(0, |c| bound(Some(c.get()))),
-            top_left: i32::from(mask.top_left),
-            longest_first: i32::from(mask.right.is_some() && mask.left.is_none() && mask.chunk.is_none()),
-            softcap_log2: softcap.unwrap_or(0.0) * LOG2_E,
-            softcap_inner: softcap.map_or(0.0, |cap| 2.0 * self.softmax_scale * LOG2_E / cap),
-            dot_scale_log2: self.softmax_scale * LOG2_E,
-            change_scores: i32::from(self.changes_scores()),
-            more: More::new(&self.scores),
-        }
-    }
-
-    fn changes_scores(&self) -> bool {
-        self.scores.softcap.is_some() || self.scores.alibi_slopes.is_some() || self.scores.bias.is_some()
-    }
-
-    /// (Sequence, kv head) pairs whose K and V share the L2. Even sections: a short last one ends unevenly.
-    fn units_per_section(&self) -> u32 {
-        let unit_bytes =
-            (u64::from(self.seqlen_k_max) * u64::from(self.head_dim + self.head_dim_v) * 2).max(1);
-        let units = u64::from(self.batch) * u64::from(self.num_kv_heads);
-        let sections = units.div_ceil((L2_SECTION_BYTES / unit_bytes).clamp(1, units.max(1)));
-        units.div_ceil(sections.max(1)).max(1) as u32
-    }
-
-    pub(super) fn params(&self, box_rows: u32) -> Params {
-        let scale = if self.changes_scores() { std::f32::consts::LN_2 } else { self.softmax_scale };
-        Params {
-            lse: self.lse,
-            o: self.o.address,
-            cu_q: self.cu_seqlens_q.unwrap_or(0),
-            cu_k: self.cu_seqlens_k.unwrap_or(0),
-            counter: self.counter,
-            o_token_stride: self.o.token_stride as i64,
-            o_head_stride: self.o.head_stride as i64,
-            total_q: self.total_q as i32,
-            batch: self.batch as i32,
-            num_kv_heads: self.num_kv_heads as i32,
-            group_size: (self.num_q_heads / self.num_kv_heads) as i32,
-            seqlen_q_max: self.seqlen_q_max as i32,
-            seqlen_k_max: self.seqlen_k_max as i32,
-            units_per_section: self.units_per_section() as i32,
-            scale,
-            scale_log2: if self.changes_scores() { 1.0 } else { scale * LOG2_E },
-            features: self.features(box_rows),
-        }
-    }
-
     /// Blocks for tiles of 64 * num_wg rows: one a multiprocessor, or one a tile where those are fewer.
     pub(super) fn blocks(&self, gpu: &Gpu, num_wg: u32) -> u32 {
-        (self.seqlen_q_max.div_ceil(num_wg * 64) * self.batch * self.num_q_heads).min(gpu.num_sms)
+        let packed = self.packed_heads();
+        let tiles = (self.seqlen_q_max * packed).div_ceil(num_wg * 64) * (self.num_q_heads / packed);
+        let splits = self.splits.map_or(1, |s| s.count);
+        tiles.saturating_mul(self.batch).min(gpu.num_sms.div_ceil(splits))
     }
 
     /// Puts the kernel on the device's stream.
@@ -457,15 +369,22 @@ impl Forward {
             });
         }
         self.check()?;
+        if let KeysValues::Paged(pages) = self.kv {
+            pages.k.without_scales("k.scales")?;
+            pages.v.without_scales("v.scales")?;
+        }
         if self.total_q == 0 || self.batch == 0 {
             return Ok(());
         }
         let more = if self.has_more() { "more_" } else { "" };
         let cubin = format!("forward_{more}{}_{}_{}", self.head_dim, self.head_dim_v, self.dtype.name());
         let [num_wg, block_n, smem] = gpu.constants(&cubin, "forward_tiling")?;
+        let packed = self.packed_heads();
+        // Columns, heads of a tile, tokens, tiles' heads.
         let rows = |x: &Operand, dim: u32| {
-            let dims = [u64::from(dim), u64::from(self.total_q), u64::from(self.num_q_heads)];
-            encode(self.dtype, x.address, &dims, &[x.token_stride, x.head_stride], &[64, 64, 1])
+            let dims = [dim, packed, self.total_q, self.num_q_heads / packed].map(u64::from);
+            let strides = [x.head_stride, x.token_stride, x.head_stride * u64::from(packed)];
+            encode(self.dtype, x.address, &dims, &strides, &[64, packed, 64 / packed, 1])
         };
         let (mut q, mut o) = (rows(&self.q, self.head_dim)?, rows(&self.o, self.head_dim_v)?);
         let (mut k, mut v, box_rows) = self.key_value_maps(block_n)?;
@@ -478,12 +397,19 @@ impl Forward {
             (&raw mut o).cast(),
             (&raw mut params).cast(),
         ];
+        let grid = (self.blocks(gpu, num_wg), self.splits.map_or(1, |s| s.count), 1);
         // SAFETY: the five values are the kernel's parameters in order; the caller vouches for the addresses.
-        unsafe { gpu.launch(kernel, (self.blocks(gpu, num_wg), 1, 1), (num_wg + 1) * 128, smem, &mut args) }
+        unsafe {
+            gpu.launch(kernel, grid, (num_wg + 1) * 128, smem, &mut args)?;
+            match self.splits {
+                Some(splits) if splits.count > 1 => self.combine(gpu, splits),
+                _ => Ok(()),
+            }
+        }
     }
 }
 
-/// The function for a mask: `plain` is neither pages nor anything beyond scale and mask, `more` bias or dropout.
+/// The function for a mask: `plain` is neither pages nor anything beyond scale and mask, `more` bias, dropout or parts of the keys.
 pub(crate) fn function(mask: Mask, more: bool, plain: bool) -> &'static str {
     match (more, plain, mask) {
         (true, ..) => "forward_more",
@@ -493,8 +419,13 @@ pub(crate) fn function(mask: Mask, more: bool, plain: bool) -> &'static str {
     }
 }
 
+/// Whether a tile can have all heads of a group this large.
+pub(crate) fn can_pack(group_size: u32) -> bool {
+    group_size.is_power_of_two() && (2..=64).contains(&group_size)
+}
+
 /// Greatest common divisor.
-fn gcd(a: u32, b: u32) -> u32 {
+pub(super) fn gcd(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 

@@ -1,19 +1,21 @@
 //! Launch of `kernels/attention/forward_fp8.cu`: exact attention over e4m3 q, k and v; o is bf16.
-use super::forward::{Forward, KeysValues};
+use super::decode::Pages;
+use super::forward::{Forward, KeysValues, Paged, gcd};
 use crate::driver::{Address, Gpu};
-use crate::tensor_map::encode_bytes;
+use crate::tensor_map::{TensorMap, encode_bytes};
 use crate::{Dtype, Error};
 use std::ffi::c_void;
+use suanpan_base::Mask;
 
 /// Everything one launch needs.
 #[derive(Clone, Copy, Debug)]
 pub struct ForwardFp8 {
     /// Shapes, lengths, mask and output, with `dtype` the output's (bf16); `q` and `kv` hold e4m3, strides in bytes. Full or
-    /// causal over packed keys and values, head dims 128 and 256.
+    /// causal over packed keys and values or pages, head dims 128 and 256.
     pub attention: Forward,
     /// `[batch, num_kv_heads]` f32: what q's elements of the heads on that kv head are multiplied by; none is 1.
     pub q_scales: Option<Address>,
-    /// The same for k, with the strides below.
+    /// The same for packed k, with the strides below. Pages bring theirs: one a page and kv head, no token stride.
     pub k_scales: Option<Address>,
     /// As k's.
     pub v_scales: Option<Address>,
@@ -27,11 +29,54 @@ struct Scales {
     q: Address,
     k: Address,
     v: Address,
-    batch_stride: i32,
+    outer_stride: i64,
     head_stride: i32,
 }
 
+/// The function for a mask, where there is one.
+pub(crate) fn function(mask: Mask, pages: bool) -> Option<&'static str> {
+    match (mask, pages) {
+        (Mask::FULL, false) => Some("forward_fp8_full"),
+        (Mask::CAUSAL, false) => Some("forward_fp8_causal"),
+        (Mask::FULL, true) => Some("forward_fp8_full_pages"),
+        (Mask::CAUSAL, true) => Some("forward_fp8_causal_pages"),
+        _ => None,
+    }
+}
+
 impl ForwardFp8 {
+    fn pages_map(&self, x: &Pages, p: &Paged, rows: u32) -> Result<TensorMap, Error> {
+        let f = &self.attention;
+        let dims = [f.head_dim, p.page_size, f.num_kv_heads, p.num_pages].map(u64::from);
+        encode_bytes(x.address, &dims, &[x.token_stride, x.head_stride, x.page_stride], &[128, rows, 1, 1])
+    }
+
+    fn scales(&self) -> Result<Scales, Error> {
+        let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
+        let q = self.q_scales.unwrap_or(0);
+        let KeysValues::Paged(p) = self.attention.kv else {
+            let (outer, head) = self.kv_scale_strides;
+            let [k, v] = [self.k_scales, self.v_scales].map(|x| x.unwrap_or(0));
+            return Ok(Scales { q, k, v, outer_stride: i64::from(outer), head_stride: head as i32 });
+        };
+        if self.k_scales.is_some() || self.v_scales.is_some() {
+            return bad("k_scales, v_scales", "given".into(), "those of the pages beside pages");
+        }
+        let (k, v) = (p.k.scales, p.v.scales);
+        let strides = |x: &super::decode::Scales| (x.page_stride, x.head_stride);
+        if k.token_stride != 0 || v.token_stride != 0 {
+            return bad("scales", "one a token".into(), "one a page and kv head");
+        }
+        if !k.is_none() && !v.is_none() && strides(&k) != strides(&v) {
+            return bad("v.scales", format!("{:?}", strides(&v)), "the strides of k's scales");
+        }
+        let (outer, head) = if k.is_none() { strides(&v) } else { strides(&k) };
+        if outer >= 1 << 40 || head >= 1 << 30 {
+            return bad("scales", format!("strides {outer}, {head}"), "below 2^40 and 2^30");
+        }
+        Ok(Scales { q, k: k.address, v: v.address, outer_stride: outer as i64, head_stride: head as i32 })
+    }
+
     /// Puts the kernel on the device's stream.
     ///
     /// # Safety
@@ -50,19 +95,11 @@ impl ForwardFp8 {
         if f.dtype != Dtype::Bf16 {
             return bad("dtype", f.dtype.name().into(), "bf16 output for e4m3");
         }
-        let name = match f.kernel_name() {
-            "forward_full" => "forward_fp8_full",
-            "forward_causal" => "forward_fp8_causal",
-            _ => {
-                return bad(
-                    "mask, scores, kv",
-                    format!("{}", f.mask),
-                    "full and causal over packed keys for e4m3",
-                );
-            }
-        };
-        let KeysValues::Packed { k, v } = f.kv else {
-            return bad("kv", "pages".into(), "packed keys for e4m3");
+        if !f.plain() {
+            return bad("scores", format!("{:?}", f.scores), "plain scores for e4m3");
+        }
+        let Some(name) = function(f.mask, matches!(f.kv, KeysValues::Paged(_))) else {
+            return bad("mask", format!("{}", f.mask), "full and causal for e4m3");
         };
         if f.total_q == 0 || f.batch == 0 {
             return Ok(());
@@ -74,20 +111,20 @@ impl ForwardFp8 {
             encode_bytes(x.address, &dims, &[x.token_stride, x.head_stride], &[128, rows, 1])
         };
         let mut q = map(&f.q, f.total_q, f.num_q_heads, 64)?;
-        // No keys: the maps point at q, and nothing is read through them.
-        let (k, v) = if f.total_k == 0 { (f.q, f.q) } else { (k, v) };
-        let mut k = map(&k, f.total_k, f.num_kv_heads, block_n)?;
-        let mut v = map(&v, f.total_k, f.num_kv_heads, block_n)?;
-        let mut params = f.params(block_n);
-        let [q_scales, k_scales, v_scales] =
-            [self.q_scales, self.k_scales, self.v_scales].map(|x| x.unwrap_or(0));
-        let mut scales = Scales {
-            q: q_scales,
-            k: k_scales,
-            v: v_scales,
-            batch_stride: self.kv_scale_strides.0 as i32,
-            head_stride: self.kv_scale_strides.1 as i32,
+        let (mut k, mut v, box_rows) = match f.kv {
+            KeysValues::Packed { k, v } => {
+                // No keys: the maps point at q, and nothing is read through them.
+                let (k, v) = if f.total_k == 0 { (f.q, f.q) } else { (k, v) };
+                let map = |x| map(&x, f.total_k, f.num_kv_heads, block_n);
+                (map(k)?, map(v)?, block_n)
+            }
+            KeysValues::Paged(p) => {
+                let rows = gcd(block_n, p.page_size);
+                (self.pages_map(&p.k, &p, rows)?, self.pages_map(&p.v, &p, rows)?, rows)
+            }
         };
+        let mut params = f.params(box_rows);
+        let mut scales = self.scales()?;
         let kernel = gpu.kernel(&cubin, name, smem)?;
         let mut args: [*mut c_void; 5] = [
             (&raw mut q).cast(),

@@ -5,7 +5,9 @@ mod decode_cluster;
 mod decode_line;
 pub mod decode_mla;
 pub mod forward;
+mod forward_combine;
 pub mod forward_fp8;
+mod forward_params;
 pub mod quantise;
 
 use crate::driver::Address;

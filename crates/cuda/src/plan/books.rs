@@ -5,12 +5,14 @@ use suanpan_base::{ScaleGrain, SeqLen};
 use suanpan_ledger::{AttnBooks, Entry, kernel};
 
 use super::{Kernel, Plan};
-use crate::attention::forward::L2_SECTION_BYTES;
 
 /// Query tokens of a tile that loads K and V once.
 fn tile_q(plan: &Plan, len: SeqLen) -> usize {
     match plan.choice.as_ref().map(|c| c.kernel) {
-        Some(Kernel::Forward { shape, .. }) => 64 * shape.warpgroups as usize,
+        Some(Kernel::Forward { shape, pack_gqa, .. }) => {
+            let heads = if pack_gqa { plan.problem.heads.group_size() } else { 1 };
+            64 * shape.warpgroups as usize / heads
+        }
         Some(Kernel::ForwardFp8 { shape, .. }) => 64 * shape.warpgroups as usize,
         _ => len.seqlen_q.max(1),
     }
@@ -19,7 +21,7 @@ fn tile_q(plan: &Plan, len: SeqLen) -> usize {
 /// Tiles of different query heads load for themselves, but decode's, which hold a whole group.
 fn loads_a_group(plan: &Plan) -> u64 {
     match plan.choice.as_ref().map(|c| c.kernel) {
-        Some(Kernel::Decode(_)) | None => 1,
+        Some(Kernel::Decode(_) | Kernel::Forward { pack_gqa: true, .. }) | None => 1,
         Some(_) => plan.problem.heads.group_size() as u64,
     }
 }
@@ -30,28 +32,43 @@ pub(super) fn predicted(plan: &Plan, len: SeqLen) -> AttnBooks {
     AttnBooks { kv_read_bytes: books.kv_read_bytes * loads_a_group(plan), ..books }
 }
 
-/// Times that K and V of one sequence and kv head come from memory: once while they fit in the L2 beside those of their section; else
-/// once a round of blocks, which go through them together.
-fn passes(plan: &Plan, len: SeqLen) -> u64 {
-    let h = plan.problem.heads;
-    let one = h.head_dim_qk + h.head_dim_v;
-    let unit_bytes = plan.problem.kv_dtype.bytes_of(len.seqlen_k * one) as u64;
-    if unit_bytes <= L2_SECTION_BYTES || loads_a_group(plan) == 1 && tile_q(plan, len) >= len.seqlen_q {
-        return 1;
+/// How often K and V of one sequence and kv head come from memory again, as a share of them; counted on one H200 for up to 32 MB of them
+/// (docs/cuda-attn-notes.md). Longer ones are read far more often, as blocks drift apart.
+///
+/// Where later rows see more, the shortest quarter of the tiles comes last and reads its keys again. Else tiles of one head that fall into
+/// different rounds of blocks share a reading while it stays in the L2: all of it up to 4 MB, nothing from 24 MB on.
+fn reread(plan: &Plan, len: SeqLen) -> f64 {
+    let (p, tile, loads) = (&plan.problem, tile_q(plan, len), loads_a_group(plan) as usize);
+    let tiles = len.seqlen_q.div_ceil(tile);
+    let tiles_a_head = plan.seqs.iter().map(|s| s.seqlen_q.div_ceil(tile)).sum::<usize>();
+    let all = tiles_a_head * p.heads.num_kv_heads * loads;
+    let sms = plan.device.num_sms as usize;
+    let decodes = matches!(plan.choice.as_ref().map(|c| c.kernel), Some(Kernel::Decode(_)) | None);
+    if decodes || all <= sms || len.seqlen_k == 0 || p.mask.left.is_some() || p.mask.chunk.is_some() {
+        return 0.0;
     }
-    let tiles = len.seqlen_q.div_ceil(tile_q(plan, len)) as u64 * loads_a_group(plan);
-    tiles.div_ceil(u64::from(plan.device.num_sms)).max(1)
+    if p.mask.right.is_some() {
+        let most = |of: fn(&SeqLen) -> usize| plan.seqs.iter().map(of).max().unwrap_or(0);
+        let deferred = 2 * most(|s| s.seqlen_q) > most(|s| s.seqlen_k);
+        let short = if deferred { tiles / 4 } else { 0 };
+        let seen = len.seqlen_k.saturating_sub(len.seqlen_q) + short * tile;
+        return if short > 0 { (seen as f64 / len.seqlen_k as f64).min(1.0) } else { 0.0 };
+    }
+    let row = p.kv_dtype.bytes_of(p.heads.head_dim_qk + p.heads.head_dim_v);
+    let megabytes = (len.seqlen_k * row) as f64 / f64::from(1 << 20);
+    let lost = ((megabytes - 4.0) / 20.0).clamp(0.0, 1.0);
+    lost * (tiles * loads) as f64 / sms as f64
 }
 
-/// Bytes through device memory: q, o, lse, page ids and scales once, K and V that some row sees `passes` times.
+/// Bytes through device memory: q, o, lse, page ids and scales once, K and V that some row sees once and their `reread` share again.
 pub(super) fn device(plan: &Plan) -> Entry {
     let p = &plan.problem;
     let mut sum = Entry::default();
     for &len in &plan.seqs {
         let hull = p.mask.visible_hull(len, 0..len.seqlen_q);
         let mut entry = kernel::once(p.heads, hull.len(), len, (p.q_dtype, p.kv_dtype));
-        entry.device_read_bytes +=
-            (passes(plan, len) - 1) * kernel::kv_write_bytes(p.heads, hull.len(), p.kv_dtype);
+        let kv = kernel::kv_write_bytes(p.heads, hull.len(), p.kv_dtype);
+        entry.device_read_bytes += (reread(plan, len) * kv as f64) as u64;
         if let KvLayout::Paged { page_size } = p.kv {
             entry.device_read_bytes += 4 * hull.len().div_ceil(page_size) as u64;
         }

@@ -5,7 +5,7 @@ use suanpan_base::{BadArgument, DType, Mask, ScaleGrain, SeqLen};
 
 use super::{Choice, Device, Kernel, OP, Slower};
 use crate::attention::decode::KvType;
-use crate::attention::forward;
+use crate::attention::{forward, forward_fp8};
 use crate::shapes::{FORWARD, FORWARD_FP8, FORWARD_MORE, ForwardShape, Fp8Shape};
 
 /// Tokens that a kernel counts.
@@ -30,12 +30,6 @@ pub(super) fn check_any(p: &Problem) -> Fits<()> {
             true,
             "false: latent attention has a launch of its own (`decode_mla`)",
         );
-    }
-    if p.kv_scales != ScaleGrain::None && p.kv_scale_dtype != DType::F32 {
-        return refuse("kv_scale_dtype", p.kv_scale_dtype, "f32 on this device");
-    }
-    if p.heads.values_in_keys {
-        return refuse("values_in_keys", true, "false: `attention::decode_mla` is launched by itself");
     }
     if p.kv_scale_dtype != DType::F32 {
         return refuse("kv_scale_dtype", p.kv_scale_dtype, "f32 on this device");
@@ -90,7 +84,15 @@ fn plain(p: &Problem) -> bool {
     !(s.bias || s.alibi || s.sink || s.dropout.is_some() || s.softcap.is_some_and(|c| c != 0.0) || p.tree)
 }
 
-fn fp8_shape(p: &Problem) -> Fits<Fp8Shape> {
+/// Whether tiles of (token, head of a group) are a tenth fewer than a head's own: few query tokens a sequence.
+fn packs(p: &Problem, seqs: &[SeqLen], shape: ForwardShape) -> bool {
+    let (group, rows) = (p.heads.group_size(), 64 * shape.warpgroups as usize);
+    let differs = p.scores.alibi || p.scores.sink || p.scores.bias || p.scores.dropout.is_some();
+    let tiles = |heads: usize| seqs.iter().map(|s| (s.seqlen_q * heads).div_ceil(rows)).sum::<usize>();
+    !differs && forward::can_pack(group as u32) && 10 * tiles(group) <= 9 * group * tiles(1)
+}
+
+pub(super) fn fp8_shape(p: &Problem) -> Fits<Fp8Shape> {
     if p.q_dtype != DType::Bf16 || p.kv_dtype != DType::E4m3 {
         return refuse(
             "q_dtype, kv_dtype",
@@ -98,11 +100,8 @@ fn fp8_shape(p: &Problem) -> Fits<Fp8Shape> {
             "bf16 queries of e4m3 keys",
         );
     }
-    if p.kv != KvLayout::Contiguous {
-        return refuse("kv", p.kv, "contiguous e4m3 keys and values in the forward");
-    }
-    if !matches!(p.kv_scales, ScaleGrain::None | ScaleGrain::Tensor | ScaleGrain::Head) {
-        return refuse("kv_scales", p.kv_scales, "none, one a tensor or one a head in the e4m3 forward");
+    if p.kv_scales == ScaleGrain::Token {
+        return refuse("kv_scales", p.kv_scales, "none, one a tensor, head or page in the e4m3 forward");
     }
     if ![Mask::FULL, Mask::CAUSAL].contains(&p.mask) || !plain(p) {
         return refuse("mask, scores", format!("{}{}", p.mask, p.scores), "full and causal, plain scores");
@@ -166,6 +165,62 @@ fn decode(p: &Problem, seqs: &[SeqLen], tokens: usize, device: Device, pages_max
     Ok(Kernel::Decode(super::run::decode_shape(p, seqs.len(), tokens, pages_max).plan(device.num_sms)))
 }
 
+/// The 16-bit forward: packed where few tokens come, its keys in parts where that is faster than few blocks.
+fn forward_kernel(p: &Problem, seqs: &[SeqLen], device: Device, shape: ForwardShape) -> Kernel {
+    let more = more_of(shape);
+    let pack = |shape: ForwardShape| packs(p, seqs, shape);
+    // Rows of work of the block that has most: tiles in a row, each some key tiles' time and four for its start and end. The build that
+    // knows parts is a tenth slower.
+    let cost = |shape: ForwardShape, splits: usize| {
+        let (rows, heads) =
+            (64 * shape.warpgroups as usize, if pack(shape) { p.heads.group_size() } else { 1 });
+        let of = |s: &SeqLen| (s.seqlen_q * heads).div_ceil(rows) * p.heads.num_q_heads / heads;
+        let tiles = seqs.iter().map(of).sum::<usize>() * splits;
+        let hull = |s: &SeqLen| p.mask.visible_hull(*s, 0..s.seqlen_q).len();
+        let key_tiles = seqs.iter().map(hull).max().unwrap_or(0) as f64 / f64::from(shape.keys);
+        let waves = tiles.div_ceil(device.num_sms as usize);
+        let time = waves as f64 * (key_tiles / splits as f64 + 4.0) * (rows * shape.keys as usize) as f64;
+        (time, tiles, key_tiles)
+    };
+    let whole = cost(if has_more(p) { more } else { shape }, 1).0;
+    let mut best = (0.85 * whole, None);
+    for splits in 1..=if p.batch_invariant { 0 } else { forward::SPLITS_MAX } {
+        let (time, tiles, key_tiles) = cost(more, splits as usize);
+        // Measured over long histories only.
+        let fits = splits == 1 && key_tiles >= 32.0
+            || splits > 1
+                && tiles <= (TILES_A_PROCESSOR * device.num_sms) as usize
+                && key_tiles >= 4.0 * f64::from(splits);
+        if fits && 1.1 * time < best.0 {
+            best = (1.1 * time, Some(splits));
+        }
+    }
+    let takes_more = has_more(p) || best.1.is_some();
+    let shape = if takes_more { more } else { shape };
+    let pack_gqa = pack(shape);
+    let plain = plain(p) && p.kv == KvLayout::Contiguous && !pack_gqa;
+    let function = forward::function(p.mask, takes_more, plain);
+    Kernel::Forward { shape, function, pack_gqa, splits: best.1.unwrap_or(1) }
+}
+
+fn has_more(p: &Problem) -> bool {
+    p.scores.bias || p.scores.dropout.is_some()
+}
+
+/// Most tiles with parts of the keys, which bounds the memory of their results.
+const TILES_A_PROCESSOR: u32 = 4;
+
+/// Most bytes of parts of any schedule.
+pub(super) fn forward_partial_bytes(p: &Problem, device: Device, max_total_q: usize) -> u64 {
+    let Ok(shape) = forward_shape(p) else { return 0 };
+    if p.batch_invariant {
+        return 0;
+    }
+    let tiles = u64::from(TILES_A_PROCESSOR * device.num_sms * 64 * more_of(shape).warpgroups);
+    let rows = tiles.min(u64::from(forward::SPLITS_MAX) * (max_total_q * p.heads.num_q_heads) as u64);
+    forward::partial_bytes(1, rows, shape.head_dim_v)
+}
+
 /// The kernel for `seqs`.
 pub(super) fn choose(
     p: &Problem,
@@ -189,20 +244,18 @@ pub(super) fn choose(
     }
     let (kernel, why) = match fp8_shape(p) {
         Ok(shape) => {
-            let function = if p.mask == Mask::FULL { "forward_fp8_full" } else { "forward_fp8_causal" };
+            let pages = p.kv != KvLayout::Contiguous;
+            let function = forward_fp8::function(p.mask, pages).unwrap_or("forward_fp8_causal");
             (Kernel::ForwardFp8 { shape, function }, "e4m3 keys: products at twice the 16-bit rate")
         }
         Err(fp8) => match forward_shape(p) {
             Ok(shape) => {
-                let more = p.scores.bias || p.scores.dropout.is_some();
-                let shape = if more { more_of(shape) } else { shape };
                 let why = if p.batch_invariant && decode_tokens(p, seqs).is_some() {
                     "batch-invariant: a row has its prefill's bits only in prefill's kernel"
                 } else {
                     "many rows: arithmetic bounds it"
                 };
-                let function = forward::function(p.mask, more, plain(p) && p.kv == KvLayout::Contiguous);
-                (Kernel::Forward { shape, function }, why)
+                (forward_kernel(p, seqs, device, shape), why)
             }
             Err(forward) => {
                 let last = if p.kv_dtype == DType::E4m3 { fp8 } else { forward };

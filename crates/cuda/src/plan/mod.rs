@@ -56,6 +56,10 @@ pub enum Kernel {
         shape: ForwardShape,
         /// The function of its cubin.
         function: &'static str,
+        /// A tile has all query heads of a kv head.
+        pack_gqa: bool,
+        /// Parts of a tile's keys, each a block's; 1: none.
+        splits: u32,
     },
     /// `kernels/attention/forward_fp8.cu` on q made e4m3 by `kernels/attention/quantise.cu`.
     ForwardFp8 {
@@ -155,6 +159,7 @@ impl Plan {
         match self.choice.as_ref().map(|c| c.kernel) {
             Some(Kernel::Decode(decode::Plan::Clusters { ranks, parts, .. })) => ranks * parts,
             Some(Kernel::Decode(decode::Plan::Line)) => self.device.num_sms,
+            Some(Kernel::Forward { splits, .. }) => splits,
             _ => 1,
         }
     }
@@ -192,9 +197,11 @@ impl Plan {
 impl fmt::Display for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Kernel::Forward { shape: s, function } => {
+            Kernel::Forward { shape: s, function, pack_gqa, splits } => {
                 let rows = 64 * s.warpgroups;
-                write!(f, "{function} (forward.cu), tile {rows} x {}, {} stages", s.keys, s.stages)
+                let packed = if *pack_gqa { " of (token, head of a group)" } else { "" };
+                write!(f, "{function} (forward.cu), tile {rows}{packed} x {}, {} stages", s.keys, s.stages)?;
+                if *splits > 1 { write!(f, ", keys in {splits} parts, forward_combine") } else { Ok(()) }
             }
             Kernel::ForwardFp8 { shape: s, function } => {
                 let rows = 64 * s.warpgroups;

@@ -3,10 +3,10 @@
 use suanpan_attn::{BiasStrides, DropoutKey, KvLayout, Problem, Strides};
 use suanpan_base::{BadArgument, DType, ScaleGrain};
 
-use super::{Kernel, Plan};
+use super::{Choice, Kernel, Plan};
 use crate::attention::Operand;
 use crate::attention::decode::{self, Decode, KvType, Pages};
-use crate::attention::forward::{self, Forward, KeysValues, Paged, Tree};
+use crate::attention::forward::{self, Forward, KeysValues, Paged, Splits, Tree};
 use crate::attention::forward_fp8::ForwardFp8;
 use crate::attention::quantise::Quantise;
 use crate::driver::{Address, Gpu, Memory};
@@ -108,6 +108,7 @@ pub(super) struct Layout {
     table: u64,
     scales: u64,
     codes: u64,
+    parts: u64,
     partial: u64,
     pub(super) bytes: u64,
 }
@@ -116,7 +117,7 @@ impl Layout {
     pub(super) fn of(plan: &Plan) -> Result<Layout, BadArgument> {
         let (p, l) = (&plan.problem, plan.limits);
         let seqs = l.max_seqs as u64;
-        let fp8 = p.kv_dtype == DType::E4m3 && p.kv == KvLayout::Contiguous;
+        let fp8 = super::choose::fp8_shape(p).is_ok();
         let codes = if fp8 { l.max_total_q * p.heads.num_q_heads * p.heads.head_dim_qk } else { 0 };
         let mut at = 256; // the counter of tiles comes first
         let mut take = |bytes: u64| {
@@ -131,6 +132,7 @@ impl Layout {
             table: take(4 * seqs * plan.pages_max() as u64),
             scales: take(4 * seqs * p.heads.num_kv_heads as u64),
             codes: take(codes as u64),
+            parts: take(super::choose::forward_partial_bytes(p, plan.device, l.max_total_q)),
             partial: 0,
             bytes: 0,
         };
@@ -382,11 +384,22 @@ impl Call<'_> {
         }
     }
 
+    /// How the chosen forward packs heads and cuts keys.
+    fn packing(&self) -> (bool, Option<Splits>) {
+        let Some(Choice { kernel: Kernel::Forward { pack_gqa, splits, function, .. }, .. }) =
+            self.plan.choice
+        else {
+            return (false, None);
+        };
+        let partial = self.base + self.layout.parts;
+        (pack_gqa, (function == "forward_more").then_some(Splits { count: splits, partial }))
+    }
+
     fn forward(&self, q: Operand) -> Forward {
         let (a, p, seqs) = (self.args, &self.plan.problem, &self.plan.seqs);
         let total = |of: fn(&suanpan_base::SeqLen) -> usize| seqs.iter().map(of).sum::<usize>() as u32;
         let most = |of: fn(&suanpan_base::SeqLen) -> usize| seqs.iter().map(of).max().unwrap_or(0) as u32;
-        let x = &a.extras;
+        let (x, (pack_gqa, splits)) = (&a.extras, self.packing());
         Forward {
             q,
             kv: self.keys_values(),
@@ -419,6 +432,8 @@ impl Call<'_> {
             // Two words of 32 bits a word of 64, the low one first.
             tree: x.tree.map(|(bits, words)| Tree { bits: bits.address, words: 2 * words as u32 }),
             softmax_scale: p.scale(),
+            pack_gqa,
+            splits,
         }
     }
 
@@ -444,7 +459,9 @@ impl Call<'_> {
             head_dim: dim as u32,
             rotate: a.rotated_keys,
         };
-        let given = |x: View| (p.kv_scales != ScaleGrain::None).then_some(x.address);
+        // Pages bring their scales.
+        let packed = p.kv == KvLayout::Contiguous && p.kv_scales != ScaleGrain::None;
+        let given = |x: View| packed.then_some(x.address);
         let head_stride = if p.kv_scales == ScaleGrain::Head { a.kv_scales.strides.head as u32 } else { 0 };
         let forward = ForwardFp8 {
             attention,

@@ -30,12 +30,37 @@ fn a_plan_says_which_kernel_and_why() {
     let entry = decode.predicted_device();
     assert_eq!(entry.device_read_bytes >> 20, 2048, "{entry:?}");
 
-    let prefill = plan(&p, &[SeqLen::new(512, 512), SeqLen::extend(100, 1)], Slower::Refuse).unwrap();
+    let prefill = plan(&p, &[SeqLen::new(2048, 2048), SeqLen::extend(100, 1)], Slower::Refuse).unwrap();
     let text = prefill.to_string();
     assert!(text.contains("forward_features (forward.cu), tile 192 x 128, 2 stages"), "{text}");
     let contiguous = Problem { kv: KvLayout::Contiguous, ..p };
     let text = plan(&contiguous, &[SeqLen::new(512, 512)], Slower::Refuse).unwrap().to_string();
     assert!(text.contains("forward_causal (forward.cu)") && text.contains("many rows"), "{text}");
+}
+
+#[test]
+fn a_short_chunk_packs_a_groups_heads_and_cuts_a_long_history() {
+    let p = paged(HeadShape::new(32, 8, 128));
+    let kernel =
+        |p: &Problem, seqs: &[SeqLen]| plan(p, seqs, Slower::Refuse).unwrap().choice().unwrap().kernel;
+    let of = |kernel| match kernel {
+        Kernel::Forward { function, pack_gqa, splits, .. } => (function, pack_gqa, splits),
+        other => panic!("{other}"),
+    };
+    // 8 heads x 2 tiles of (token, head): eight parts make 128 blocks of 132.
+    assert_eq!(of(kernel(&p, &[SeqLen::extend(32_704, 64)])), ("forward_more", true, 8));
+    // 176 tiles of 192 rows are two rounds of 132 blocks, 256 of 128 rows two shorter ones.
+    let few_heads = paged(HeadShape::new(16, 4, 128));
+    assert_eq!(of(kernel(&few_heads, &[SeqLen::extend(30_720, 2048)])), ("forward_more", false, 1));
+    // 256 rows are two tiles of 128.
+    assert_eq!(of(kernel(&p, &[SeqLen::extend(30_000, 64); 16])), ("forward_more", true, 1));
+    // No history worth cutting, or bits that may not depend on the batch: whole.
+    assert_eq!(of(kernel(&p, &[SeqLen::new(100, 200)])), ("forward_features", true, 1));
+    let invariant = Problem { batch_invariant: true, ..p };
+    assert_eq!(of(kernel(&invariant, &[SeqLen::extend(32_704, 64)])), ("forward_features", true, 1));
+    // Heads with slopes of their own keep tiles of their own.
+    let slopes = Problem { scores: Scores { alibi: true, ..Scores::default() }, ..p };
+    assert!(!of(kernel(&slopes, &[SeqLen::extend(32_704, 64)])).1);
 }
 
 #[test]
@@ -62,7 +87,7 @@ fn a_slower_kernel_runs_only_where_it_is_allowed_and_is_named() {
     let one = [SeqLen::extend(4095, 1)];
     let refused = plan(&contiguous, &one, Slower::Refuse).unwrap_err();
     assert_eq!((refused.field.as_str(), refused.asked.as_str()), ("kv", "contiguous"));
-    assert!(refused.supported.contains("Slower::Allow sends it to forward_causal"), "{refused}");
+    assert!(refused.supported.contains("Slower::Allow sends it to forward_more"), "{refused}");
     let text = plan(&contiguous, &one, Slower::Allow).unwrap().to_string();
     assert!(text.contains("slower than decode, which refused kv = contiguous"), "{text}");
     // Nothing is faster than the forward where its bits are asked for.
@@ -88,16 +113,21 @@ fn bias_and_dropout_have_a_build_of_their_own_and_fp8_rounds_q_first() {
 }
 
 #[test]
-fn long_sequences_read_k_and_v_once_a_round_of_blocks() {
-    let heads = HeadShape::new(16, 16, 128);
-    let p = Problem { mask: Mask::FULL, kv: KvLayout::Contiguous, ..paged(heads) };
-    let reads = |n: usize| {
-        let limits = Limits { max_seqs: 1, max_total_q: n, max_seqlen_k: n };
+fn reads_of_k_and_v_grow_past_the_l2_and_by_the_deferred_quarter() {
+    let reads = |mask: Mask, (q, k): (usize, usize)| {
+        let p = Problem { mask, kv: KvLayout::Contiguous, ..paged(HeadShape::new(16, 16, 128)) };
+        let limits = Limits { max_seqs: 1, max_total_q: q, max_seqlen_k: k };
         let mut plan = Plan::new(&p, Device::H200, limits, Slower::Refuse).unwrap();
-        plan.schedule(&[SeqLen::new(n, n)]).unwrap();
-        plan.predicted_device().device_read_bytes / (n * 16 * 128 * 2) as u64
+        plan.schedule(&[SeqLen::new(q, k)]).unwrap();
+        let once = (q + 2 * k) * 16 * 128 * 2;
+        (plan.predicted_device().device_read_bytes as f64 - once as f64) / (2 * k * 16 * 128 * 2) as f64
     };
-    assert_eq!(reads(32_768), 3, "q, k and v");
-    // 131,072 rows are 683 tiles a head, six rounds of 132 blocks.
-    assert_eq!(reads(131_072), 1 + 2 * 6);
+    let near = |x: f64, want: f64| assert!((x - want).abs() < 1e-3, "{x} {want}");
+    near(reads(Mask::FULL, (8192, 8192)), 0.0);
+    // 16 MB a head, 171 tiles on 132 processors: 0.6 of 1.3 readings.
+    near(reads(Mask::FULL, (32_768, 32_768)), 0.6 * 171.0 / 132.0);
+    // 42 of 171 tiles of 192 rows.
+    near(reads(Mask::CAUSAL, (32_768, 32_768)), 42.0 * 192.0 / 32_768.0);
+    // Behind a long history no tile is short: none is deferred.
+    near(reads(Mask::CAUSAL, (2048, 32_768)), 0.0);
 }

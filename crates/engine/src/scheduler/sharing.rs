@@ -45,7 +45,9 @@ impl Scheduler {
         while next < self.waiting.len() && self.running.len() < self.opts.max_num_seqs {
             let seq = &self.waiting[next];
             // Each fork soon wants a page: for its copy of the last one, or behind it.
-            let fits = self.growing() < self.pool.books().available_pages();
+            let room = self.pool.books().available_pages();
+            let room = self.window_books().map_or(room, |window| room.min(window.available_pages()));
+            let fits = self.growing() < room;
             if seq.fork_of != Some(key) || seq.preemptions > 0 || !fits {
                 next += 1;
                 continue;
@@ -61,6 +63,7 @@ impl Scheduler {
         let Some(at) = self.running_at(origin) else { return };
         let prompt_len = seq.prompt_len;
         seq.pages = self.running[at].pages.fork(prompt_len);
+        seq.window = self.running[at].window.as_ref().map(|table| table.fork(prompt_len));
         seq.computed = prompt_len;
         seq.prompt_done = true;
         seq.hit_tokens = prompt_len;
@@ -119,7 +122,8 @@ impl Scheduler {
     /// Whether somebody else's prompt under way will soon give most of what `seq` would have to compute itself: the one it is to
     /// be forked from, or one that begins alike. Waiting for it is bounded: that prompt has its pages or comes first, and a
     /// request that was overtaken often enough does not wait for strangers.
-    pub(super) fn better_after_a_neighbour(&self, seq: &Seq, hit_tokens: usize) -> bool {
+    pub(super) fn better_after_a_neighbour(&mut self, at: usize, hit_tokens: usize) -> bool {
+        let seq = &self.waiting[at];
         if seq.preemptions == 0 && seq.fork_of.and_then(|key| self.find(key)).is_some_and(|s| !s.prompt_done)
         {
             return true;
@@ -129,14 +133,23 @@ impl Scheduler {
         }
         let page_size = self.pool.page_size();
         let usable = seq.tokens.len() - 1;
-        self.running.iter().filter(|s| !s.published && s.namespace == seq.namespace).any(|s| {
+        let neighbours = self.running.iter().enumerate().filter(|(_, s)| !s.published);
+        let found = neighbours.filter(|(_, s)| s.namespace == seq.namespace).find_map(|(i, s)| {
             let same = s.tokens[..s.prompt_len]
                 .iter()
                 .zip(&seq.tokens[..usable])
                 .take_while(|(a, b)| a == b)
                 .count();
-            let gain = (same / page_size * page_size).saturating_sub(hit_tokens);
-            2 * gain >= seq.tokens.len() - hit_tokens
-        })
+            let place = self.window_will_be_kept(s, same, page_size)?;
+            let gain = place.saturating_sub(hit_tokens);
+            (2 * gain >= seq.tokens.len() - hit_tokens).then_some((i, place))
+        });
+        let Some((i, place)) = found else { return false };
+        let neighbour = &mut self.running[i];
+        if self.window.is_some() && place + 1 < neighbour.prompt_len && neighbour.branch.is_none() {
+            // Its window there has to be kept for the one that waits.
+            neighbour.branch = Some(place);
+        }
+        true
     }
 }

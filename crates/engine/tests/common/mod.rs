@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
+use suanpan_cache::Group;
 use suanpan_engine::logprobs::PositionLogprobs;
 use suanpan_engine::{
     Engine, EngineOptions, Event, FinishReason, KvSizing, Request, RequestBooks, RequestError, RequestKey,
@@ -139,15 +140,15 @@ impl<F: FnMut(u32, usize) -> Vec<f32> + Send + 'static> Scripted<F> {
 }
 
 impl<F: FnMut(u32, usize) -> Vec<f32> + Send> StepModel for Scripted<F> {
-    fn copy_pages(&mut self, _: &[(u32, u32)]) -> Result<(), ModelError> {
+    fn copy_pages(&mut self, _: Group, _: &[(u32, u32)]) -> Result<(), ModelError> {
         Ok(())
     }
 
-    fn page(&self, _: u32) -> &[u8] {
+    fn page(&self, _: Group, _: u32) -> &[u8] {
         &[]
     }
 
-    fn page_mut(&mut self, _: u32) -> &mut [u8] {
+    fn page_mut(&mut self, _: Group, _: u32) -> &mut [u8] {
         &mut []
     }
 
@@ -195,6 +196,7 @@ pub fn scripted(options: EngineOptions, runner: Box<dyn StepModel>) -> Engine {
         num_pages: pages,
         page_size: options.page_size,
         bytes_per_page: 1,
+        window: None,
         max_model_len: options.max_model_len.unwrap_or(pages * options.page_size),
         reason: "scripted".into(),
     };

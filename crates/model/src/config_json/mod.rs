@@ -2,17 +2,18 @@
 //!
 //! A key that would change the numbers is honoured or refused by name; keys about training and printing are ignored.
 
+mod experts;
 mod fields;
+mod latent;
 mod layers;
 mod rope;
 
 use serde_json::{Map, Value};
-use suanpan_base::HeadShape;
-use suanpan_ops::{Activation, RopeStyle};
+use suanpan_ops::Activation;
 
-use crate::config::{Biases, ExpertsConfig, MAX_SIZE, ModelConfig, RopeScaling};
+use crate::config::{Biases, MAX_SIZE, ModelConfig, RopeScaling};
 use crate::error::ModelError;
-use crate::family::{self, BiasRule, Cap, Family};
+use crate::family::{self, BiasRule, Cap, Experts, Family};
 use fields::Fields;
 
 /// Largest `config.json` that is read, in bytes.
@@ -77,20 +78,23 @@ pub fn config(file: &str, bytes: &[u8], name: &str) -> Result<ModelConfig, Model
     })?;
     refuse_unsupported(&fields, family)?;
     let hidden_size = fields.need("hidden_size", fields.size("hidden_size")?)?;
-    let heads = heads(&fields, hidden_size)?;
+    let latent::Heads { shape: heads, latent, rope_dim, scale } =
+        latent::heads(&fields, family, hidden_size)?;
     let claimed = fields.size("max_position_embeddings")?.unwrap_or(2048);
-    let rope::Ropes { ropes, rotary_dim } = rope::ropes(&fields, family, heads.head_dim_qk, claimed)?;
+    let rope::Ropes { ropes, rotary_dim } = rope::ropes(&fields, family, rope_dim, claimed)?;
     let local = ropes.len() - 1;
+    let intermediate_size = fields.need("intermediate_size", fields.size("intermediate_size")?)?;
     let config = ModelConfig {
         name: name.into(),
         architecture: model_type.into(),
         family,
         vocab_size: fields.need("vocab_size", fields.size("vocab_size")?)?,
         hidden_size,
-        intermediate_size: fields.need("intermediate_size", fields.size("intermediate_size")?)?,
-        experts: experts(&fields, family)?,
+        intermediate_size,
+        experts: experts::experts(&fields, family, intermediate_size)?,
         heads,
-        softmax_scale: softmax_scale(&fields, family)?,
+        latent,
+        softmax_scale: softmax_scale(&fields, family)?.or(scale),
         attn_softcap: cap(&fields, family, family.attn_cap, "attn_logit_softcapping")?,
         logit_softcap: cap(&fields, family, family.logit_cap, "final_logit_softcapping")?,
         fp8_block: fp8_block(&fields, family)?,
@@ -104,7 +108,7 @@ pub fn config(file: &str, bytes: &[u8], name: &str) -> Result<ModelConfig, Model
         layers: layers::layers(&fields, family, local)?,
         ropes,
         rotary_dim,
-        rope_style: RopeStyle::Half,
+        rope_style: family.rope,
         bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
         eos_token_ids: fields.token_ids("eos_token_id")?,
         add_bos: false,
@@ -147,25 +151,6 @@ fn cap(fields: &Fields, family: &Family, rule: Cap, key: &str) -> Result<Option<
     }
 }
 
-fn heads(fields: &Fields, hidden_size: usize) -> Result<HeadShape, ModelError> {
-    let num_q_heads = fields.need("num_attention_heads", fields.size("num_attention_heads")?)?;
-    let num_kv_heads = fields.size("num_key_value_heads")?.unwrap_or(num_q_heads);
-    let head_dim = match fields.size("head_dim")? {
-        Some(d) => d,
-        None if num_q_heads > 0 && hidden_size.is_multiple_of(num_q_heads) => hidden_size / num_q_heads,
-        None => {
-            let found = format!("{num_q_heads}, with hidden_size {hidden_size} and no head_dim");
-            return Err(ModelError::bad(
-                fields.file,
-                "num_attention_heads",
-                found,
-                "a divisor of hidden_size",
-            ));
-        }
-    };
-    Ok(HeadShape::new(num_q_heads, num_kv_heads, head_dim))
-}
-
 fn biases(fields: &Fields, family: &Family) -> Result<Biases, ModelError> {
     let attention = fields.flag("attention_bias")?;
     let mlp = fields.flag("mlp_bias")?.unwrap_or(false);
@@ -184,29 +169,6 @@ fn biases(fields: &Fields, family: &Family) -> Result<Biases, ModelError> {
     }
 }
 
-fn experts(fields: &Fields, family: &Family) -> Result<Option<ExpertsConfig>, ModelError> {
-    let count = fields.size("num_local_experts")?;
-    if !family.experts {
-        return match count {
-            None => Ok(None),
-            Some(n) => {
-                let supported = format!("null: {} models have no experts", family.name);
-                Err(ModelError::bad(fields.file, "num_local_experts", n, supported))
-            }
-        };
-    }
-    for (key, value) in [("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)] {
-        if let Some(found) = fields.number(key)?.filter(|&x| x != value) {
-            return Err(ModelError::bad(fields.file, key, found, value));
-        }
-    }
-    let per_token = fields.size("num_experts_per_tok")?.or(fields.size("experts_per_token")?);
-    Ok(Some(ExpertsConfig {
-        count: fields.need("num_local_experts", count)?,
-        per_token: fields.need("num_experts_per_tok", per_token)?,
-    }))
-}
-
 /// Blocks of FP8 scales. Refuses weights quantised in any other way; how activations were to be rounded is not heeded.
 fn fp8_block(fields: &Fields, family: &Family) -> Result<Option<[usize; 2]>, ModelError> {
     const KEY: &str = "quantization_config";
@@ -214,7 +176,7 @@ fn fp8_block(fields: &Fields, family: &Family) -> Result<Option<[usize; 2]>, Mod
     let inner = Fields { file: fields.file, map };
     let method = inner.text("quant_method")?.unwrap_or("none");
     match method {
-        "mxfp4" if family.experts => Ok(None),
+        "mxfp4" if family.experts == Experts::OverChosen => Ok(None),
         "fp8" => {
             let block = inner.get::<[usize; 2]>("weight_block_size", "two sizes")?;
             if let Some(found) = block.filter(|b| b.iter().any(|n| !(1..=MAX_SIZE).contains(n))) {

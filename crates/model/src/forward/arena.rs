@@ -22,6 +22,9 @@ struct Sizes {
     v: usize,
     out: usize,
     inter: usize,
+    /// Where heads are latent: unabsorbed queries, or heads' outputs, and what is gathered of them.
+    raw: usize,
+    gathered_heads: usize,
     /// Where the layers have experts: rows of one of them, as wide as the stream.
     gathered: usize,
     /// The same: a number an expert.
@@ -51,11 +54,16 @@ pub(super) struct Views<'a> {
 pub(super) struct AttnViews<'a> {
     pub q: &'a mut [f32],
     pub k: &'a mut [f32],
+    /// Where heads are latent: rows of the latent elements.
     pub v: &'a mut [f32],
     pub out: &'a mut [f32],
+    /// Where heads are latent: their queries before they are absorbed, then their outputs, `[rows, heads * width]`.
+    pub raw: &'a mut [f32],
+    /// The same: one part of every row, side by side.
+    pub gathered: &'a mut [f32],
 }
 
-/// Buffers of the MLP: `[rows, intermediate_size]` each.
+/// Buffers of the MLP: `[rows, its width]` each.
 pub(super) struct FfnViews<'a> {
     pub gate: &'a mut [f32],
     pub up: &'a mut [f32],
@@ -73,7 +81,7 @@ pub(super) struct ExpertViews<'a> {
     pub router: &'a mut [f32],
     /// Rows of one expert: its input, then its output, `[rows, hidden_size]`.
     pub gathered: &'a mut [f32],
-    /// `[rows, intermediate_size]` each, as [`FfnViews`].
+    /// `[rows, an MLP's width]` each, as [`FfnViews`].
     pub gate: &'a mut [f32],
     pub up: &'a mut [f32],
     pub act: &'a mut [f32],
@@ -91,13 +99,20 @@ impl Arena {
                 .map(|bytes| (bytes / size_of::<f32>()).next_multiple_of(LINE))
         };
         let heads = config.heads;
+        let (raw, gathered_heads) = config.latent.map_or((0, 0), |l| {
+            let (n, rotated) = (heads.num_q_heads, config.rotary_dim);
+            let widest = (n * rotated).max(l.nope_dim).max(heads.head_dim_v).max(l.q_rank.unwrap_or(0));
+            (n * (l.nope_dim + rotated).max(l.v_dim), widest)
+        });
         let sizes = Sizes {
             hidden: lines("hidden_size", max_tokens, config.hidden_size)?,
             q: lines("num_q_heads", max_tokens, heads.num_q_heads * heads.head_dim_qk)?,
             k: lines("num_kv_heads", max_tokens, heads.num_kv_heads * heads.head_dim_qk)?,
             v: lines("num_kv_heads", max_tokens, heads.num_kv_heads * heads.head_dim_v)?,
             out: lines("num_q_heads", max_tokens, heads.num_q_heads * heads.head_dim_v)?,
-            inter: lines("intermediate_size", max_tokens, config.intermediate_size)?,
+            raw: lines("qk_nope_head_dim", max_tokens, raw)?,
+            gathered_heads: lines("qk_rope_head_dim", max_tokens, gathered_heads)?,
+            inter: lines("intermediate_size", max_tokens, config.widest_mlp())?,
             gathered: match config.experts {
                 Some(_) => lines("hidden_size", max_tokens, config.hidden_size)?,
                 None => 0,
@@ -128,7 +143,8 @@ impl Arena {
 
 impl Sizes {
     fn scratch(&self) -> usize {
-        (self.q + self.k + self.v + self.out).max(3 * self.inter + self.gathered + self.router)
+        let attention = self.q + self.k + self.v + self.out + self.raw + self.gathered_heads;
+        attention.max(3 * self.inter + self.gathered + self.router)
     }
 }
 
@@ -138,14 +154,16 @@ impl Views<'_> {
         let (q, rest) = self.scratch.split_at_mut(self.sizes.q);
         let (k, rest) = rest.split_at_mut(self.sizes.k);
         let (v, rest) = rest.split_at_mut(self.sizes.v);
-        AttnViews { q, k, v, out: &mut rest[..self.sizes.out] }
+        let (out, rest) = rest.split_at_mut(self.sizes.out);
+        let (raw, rest) = rest.split_at_mut(self.sizes.raw);
+        AttnViews { q, k, v, out, raw, gathered: &mut rest[..self.sizes.gathered_heads] }
     }
 
-    /// The scratch rows as the MLP's buffers, cut to `n` elements.
-    pub(super) fn ffn(&mut self, n: usize) -> FfnViews<'_> {
+    /// The scratch rows as the MLP's buffers.
+    pub(super) fn ffn(&mut self) -> FfnViews<'_> {
         let (gate, rest) = self.scratch.split_at_mut(self.sizes.inter);
         let (up, act) = rest.split_at_mut(self.sizes.inter);
-        FfnViews { gate: &mut gate[..n], up: &mut up[..n], act: &mut act[..n] }
+        FfnViews { gate, up, act: &mut act[..self.sizes.inter] }
     }
 
     /// The scratch rows as the buffers of experts.

@@ -55,7 +55,10 @@ pub struct StepBatch {
     pub seqs: Vec<StepSeq>,
     /// Page ids, `[seqs, page_table_stride]`; a row's unused entries are never read.
     pub page_table: Vec<u32>,
-    /// Entries of a row of `page_table`.
+    /// Page ids of the layers with a window, `[seqs, page_table_stride]`, where the storage has pages of their own for them. Entries
+    /// of pages that no new token looks back to are never read.
+    pub window_table: Vec<u32>,
+    /// Entries of a row of `page_table` and of `window_table`.
     pub page_table_stride: usize,
 }
 
@@ -65,6 +68,7 @@ impl StepBatch {
         self.tokens.clear();
         self.seqs.clear();
         self.page_table.clear();
+        self.window_table.clear();
         self.page_table_stride = 0;
     }
 
@@ -130,6 +134,8 @@ pub(super) struct Limits<'a> {
     pub opts: &'a ExecOptions,
     pub vocab_size: usize,
     pub num_pages: usize,
+    /// Pages of the layers with a window, and how far they look back, where they have their own.
+    pub window: Option<(usize, usize)>,
 }
 
 /// Refuses a batch by the field at fault. Nothing has been written when this returns an error.
@@ -154,10 +160,26 @@ pub(super) fn check(batch: &StepBatch, limits: &Limits) -> Result<(), BadArgumen
         let supported = format!("{} rows of {} ids", batch.seqs.len(), batch.page_table_stride);
         return refuse("page_table".into(), asked, supported);
     }
+    if limits.window.is_some() && table_len.is_none_or(|n| n > batch.window_table.len()) {
+        let asked = format!("{} ids", batch.window_table.len());
+        let supported = format!("{} rows of {} ids", batch.seqs.len(), batch.page_table_stride);
+        return refuse("window_table".into(), asked, supported);
+    }
+    if limits.window.is_none() && !batch.window_table.is_empty() {
+        let asked = format!("{} ids", batch.window_table.len());
+        return refuse("window_table".into(), asked, "none: all layers share their pages".into());
+    }
     let mut tokens = 0usize;
     for (i, seq) in batch.seqs.iter().enumerate() {
         let row = &batch.page_table[i * batch.page_table_stride..][..batch.page_table_stride];
         check_seq(i, seq, row, limits)?;
+        if let Some((num_pages, window)) = limits.window {
+            let row = &batch.window_table[i * batch.page_table_stride..][..batch.page_table_stride];
+            // The first new token looks back so far.
+            let first = (seq.cached_len + 1).saturating_sub(window) / opts.page_size;
+            let pages = (seq.cached_len + seq.extend_len).div_ceil(opts.page_size);
+            check_ids(&format!("window_table[{i}]"), row, first..pages, num_pages)?;
+        }
         tokens = tokens.saturating_add(seq.extend_len);
     }
     if tokens != batch.tokens.len() {
@@ -188,9 +210,21 @@ fn check_seq(i: usize, seq: &StepSeq, row: &[u32], limits: &Limits) -> Result<()
         let supported = format!("at least {pages} ids of {} tokens", opts.page_size);
         return Err(BadArgument::new(OP, format!("page_table[{i}]"), asked, supported));
     }
-    if let Some(p) = row[..pages].iter().position(|&id| id as usize >= limits.num_pages) {
-        let supported = format!("below num_pages = {}", limits.num_pages);
-        return Err(BadArgument::new(OP, format!("page_table[{i}][{p}]"), row[p], supported));
+    check_ids(&format!("page_table[{i}]"), row, 0..pages, limits.num_pages)
+}
+
+/// Refuses ids of pages that are read or written and that the storage does not have.
+fn check_ids(
+    field: &str,
+    row: &[u32],
+    mut read: std::ops::Range<usize>,
+    num_pages: usize,
+) -> Result<(), BadArgument> {
+    match read.find(|&p| row[p] as usize >= num_pages) {
+        Some(p) => {
+            let supported = format!("below num_pages = {num_pages}");
+            Err(BadArgument::new(OP, format!("{field}[{p}]"), row[p], supported))
+        }
+        None => Ok(()),
     }
-    Ok(())
 }

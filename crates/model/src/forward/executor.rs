@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rayon::ThreadPool;
 use suanpan_attn::{KvLayout, Limits, Machine, Plan, Problem, Scores, Workspace};
 use suanpan_base::{BadArgument, DType, Mask, ScaleGrain, SeqLen};
-use suanpan_cache::{KvStorage, LayerShape, quant};
+use suanpan_cache::{Group, KvStorage, LayerShape, quant};
 use suanpan_ledger::AttnBooks;
 use suanpan_ops::{self as ops, LinearInput, LinearOut, LinearWorkspace, Precision, RopeTable};
 
@@ -49,6 +49,8 @@ struct Core {
     lens: Vec<SeqLen>,
     positions: Vec<u32>,
     slots: Vec<u64>,
+    /// The same in the pages of layers with a window, where they have their own.
+    window_slots: Vec<u64>,
     books: Vec<AttnBooks>,
     logit_rows: usize,
     watch: Watch,
@@ -206,8 +208,8 @@ impl Core {
             layer_plans.push(index);
         }
         let attn = Workspace::for_plans(&plans.iter().map(|(_, p)| p).collect::<Vec<_>>());
-        let o_cols = heads.num_q_heads * heads.head_dim_v;
-        let max_cols = config.hidden_size.max(o_cols).max(config.intermediate_size);
+        let latent = config.latent.map_or(0, |l| l.nope_dim.max(heads.head_dim_v).max(l.q_rank.unwrap_or(0)));
+        let max_cols = config.hidden_size.max(config.o_cols()).max(config.widest_mlp()).max(latent);
         let max_rows = opts.max_tokens.max(MAX_LOGIT_ROWS);
         // Positions that depend on a length take the longest sequence's: one choice for every key in the cache.
         let table = |rope: &RopeConfig| {
@@ -222,10 +224,11 @@ impl Core {
             input: linear_input(&model.weights, max_rows, max_cols, opts.precision),
             linear: LinearWorkspace::new(max_rows, opts.threads),
             ropes: config.ropes.iter().map(table).collect(),
-            choices: Choices::new(opts.max_tokens, config.experts.map_or(0, |e| e.per_token)),
+            choices: Choices::new(opts.max_tokens, config.experts, config.family.experts),
             lens: Vec::with_capacity(opts.max_seqs),
             positions: Vec::with_capacity(opts.max_tokens),
             slots: Vec::with_capacity(opts.max_tokens),
+            window_slots: Vec::with_capacity(opts.max_tokens),
             books: Vec::with_capacity(opts.max_seqs),
             logit_rows: 0,
             watch: Watch::default(),
@@ -236,13 +239,19 @@ impl Core {
 
     fn check(&self, batch: &StepBatch, kv: &KvStorage) -> Result<(), ModelError> {
         let config = &self.model.config;
-        let limits =
-            batch::Limits { opts: &self.opts, vocab_size: config.vocab_size, num_pages: kv.num_pages() };
+        let window = config.layers.iter().filter_map(|layer| layer.window).max();
+        let limits = batch::Limits {
+            opts: &self.opts,
+            vocab_size: config.vocab_size,
+            num_pages: kv.num_pages(),
+            window: kv.window_pages().zip(window),
+        };
         batch::check(batch, &limits)?;
         let shape = |i| LayerShape { heads: config.heads, dtype: self.opts.layer_dtype(i) };
         let fits = kv.num_layers() == config.layers.len()
             && kv.page_size() == self.opts.page_size
-            && (0..kv.num_layers()).all(|i| kv.layer(i) == shape(i));
+            && (0..kv.num_layers()).all(|i| kv.layer(i) == shape(i))
+            && (0..kv.num_layers()).all(|i| kv.group(i) == Group::Full || config.layers[i].window.is_some());
         if !fits {
             let asked = format!("{} layers of pages of {} tokens", kv.num_layers(), kv.page_size());
             return Err(
@@ -258,15 +267,22 @@ impl Core {
         self.lens.clear();
         self.positions.clear();
         self.slots.clear();
+        self.window_slots.clear();
         self.books.clear();
         for (i, seq) in batch.seqs.iter().enumerate() {
-            let row = &batch.page_table[i * batch.page_table_stride..];
+            let row = i * batch.page_table_stride;
             self.lens.push(seq.len());
             self.books.push(AttnBooks::default());
             for position in seq.cached_len..seq.cached_len + seq.extend_len {
-                let page = row[position / page_size] as u64;
+                let slot = |table: &[u32]| {
+                    let page = u64::from(table[row + position / page_size]);
+                    page * page_size as u64 + (position % page_size) as u64
+                };
                 self.positions.push(position as u32);
-                self.slots.push(page * page_size as u64 + (position % page_size) as u64);
+                self.slots.push(slot(&batch.page_table));
+                if !batch.window_table.is_empty() {
+                    self.window_slots.push(slot(&batch.window_table));
+                }
             }
         }
         for (_, plan) in &mut self.plans {
@@ -294,6 +310,7 @@ impl Core {
             batch,
             positions: &self.positions,
             slots: &self.slots,
+            window_slots: &self.window_slots,
             ropes: &self.ropes,
             input: &mut self.input,
             linear: &mut self.linear,

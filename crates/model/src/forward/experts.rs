@@ -4,10 +4,12 @@
 
 use suanpan_ops as ops;
 
+use crate::config::ExpertsConfig;
+use crate::family::Experts;
 use crate::weights::{Gated, Linear};
 
 use super::arena::{ExpertViews, Views};
-use super::layer::{Ctx, add_bias, out};
+use super::layer::{Ctx, add, add_bias, out};
 use super::times::Op;
 
 /// One expert of one row.
@@ -23,20 +25,26 @@ struct Choice {
 pub(super) struct Choices {
     list: Vec<Choice>,
     per_token: usize,
+    rule: Experts,
+    /// Factor of the weights.
+    scale: f32,
 }
 
 impl Choices {
-    /// Room for `max_tokens` rows of `per_token` experts each.
-    pub(super) fn new(max_tokens: usize, per_token: usize) -> Choices {
-        Choices { list: Vec::with_capacity(max_tokens * per_token), per_token }
+    /// Room for `max_tokens` rows of the experts of `facts`, weighed by `rule`.
+    pub(super) fn new(max_tokens: usize, facts: Option<ExpertsConfig>, rule: Experts) -> Choices {
+        let (per_token, scale) = facts.map_or((0, 1.0), |e| (e.per_token, e.scale));
+        Choices { list: Vec::with_capacity(max_tokens * per_token), per_token, rule, scale }
     }
 
-    /// Chooses for each row of `logits` `[rows, experts]` the greatest ones (the first of equals), weighted by the softmax over them;
-    /// sorted by expert. Overwrites the logits.
+    /// Chooses for each row of `logits` `[rows, experts]` the greatest ones (the first of equals), weighed by the softmax over them or over
+    /// all; sorted by expert. Overwrites the logits.
     fn choose(&mut self, logits: &mut [f32], experts: usize) {
         self.list.clear();
         for (row, logits) in logits.chunks_exact_mut(experts).enumerate() {
             let first = self.list.len();
+            let top = logits.iter().fold(f32::NEG_INFINITY, |m, &x| m.max(x));
+            let all = logits.iter().fold(0.0, |sum, x| sum + (x - top).exp());
             for _ in 0..self.per_token {
                 // Taken ones and NaN are never greater; a row of NaN takes the first expert and stays NaN.
                 let mut best = 0;
@@ -54,7 +62,8 @@ impl Choices {
                 choice.weight = (choice.weight - max).exp();
                 sum += choice.weight;
             }
-            self.list[first..].iter_mut().for_each(|c| c.weight /= sum);
+            let sum = if self.rule == Experts::OverAll { all } else { sum };
+            self.list[first..].iter_mut().for_each(|c| c.weight *= self.scale / sum);
         }
         self.list.sort_unstable_by_key(|c| (c.expert, c.row));
     }
@@ -62,8 +71,14 @@ impl Choices {
 
 impl Ctx<'_> {
     /// Adds the experts' outputs for the normalised rows, which are the input, to the residual stream.
-    pub(super) fn experts(&mut self, router: &Linear, experts: &[Gated], rows: usize, views: &mut Views<'_>) {
-        let (hidden, inter) = (self.config.hidden_size, self.config.intermediate_size);
+    pub(super) fn experts(
+        &mut self,
+        router: &Linear,
+        (experts, shared): (&[Gated], Option<&Gated>),
+        rows: usize,
+        views: &mut Views<'_>,
+    ) {
+        let hidden = self.config.hidden_size;
         let ExpertViews { x, h, router: logits, gathered, gate, up, act } = views.experts();
         let logits = &mut logits[..rows * experts.len()];
         ops::linear(&mut [(router.weight.weight(), out(logits, experts.len()))], self.input, self.linear);
@@ -79,7 +94,7 @@ impl Ctx<'_> {
             }
             self.input.set(gathered, n, hidden);
             let expert = &experts[expert as usize];
-            self.gated(expert, n, &mut gate[..n * inter], &mut up[..n * inter], &mut act[..n * inter]);
+            self.gated(expert, n, gate, up, act);
             ops::linear(&mut [(expert.down.weight.weight(), out(gathered, hidden))], self.input, self.linear);
             add_bias(&expert.down, gathered);
             for (from, choice) in gathered.chunks_exact(hidden).zip(&self.choices.list[start..]) {
@@ -89,6 +104,14 @@ impl Ctx<'_> {
             self.watch.mark(Op::Down);
             start += n;
         }
+        if let Some(shared) = shared {
+            self.input.set(&h[..rows * hidden], rows, hidden);
+            self.gated(shared, rows, gate, up, act);
+            let x = &mut x[..rows * hidden];
+            ops::linear(&mut [(shared.down.weight.weight(), add(x, hidden))], self.input, self.linear);
+            add_bias(&shared.down, x);
+            self.watch.mark(Op::Down);
+        }
     }
 }
 
@@ -97,7 +120,12 @@ mod tests {
     use super::*;
 
     fn choose(logits: &[f32], experts: usize, per_token: usize) -> Vec<(u32, u32, f32)> {
-        let mut choices = Choices::new(logits.len() / experts, per_token);
+        by_rule(logits, ExpertsConfig::new(experts, per_token, 1), Experts::OverChosen)
+    }
+
+    fn by_rule(logits: &[f32], facts: ExpertsConfig, rule: Experts) -> Vec<(u32, u32, f32)> {
+        let experts = facts.count;
+        let mut choices = Choices::new(logits.len() / experts, Some(facts), rule);
         choices.choose(&mut logits.to_vec(), experts);
         choices.list.iter().map(|c| (c.expert, c.row, c.weight)).collect()
     }
@@ -108,6 +136,16 @@ mod tests {
         let at = |e, r| got.iter().find(|c| (c.0, c.1) == (e, r)).map(|c| c.2);
         assert_eq!(got.iter().map(|c| (c.0, c.1)).collect::<Vec<_>>(), [(0, 1), (1, 0), (2, 0), (3, 1)]);
         assert_eq!((at(1, 0), at(2, 0)), (Some(0.5), Some(0.5)));
+    }
+
+    #[test]
+    fn weights_over_all_experts_are_their_share_times_the_factor() {
+        let facts = ExpertsConfig { scale: 2.0, ..ExpertsConfig::new(4, 2, 1) };
+        let got = by_rule(&[0.0, 3.0f32.ln(), 2.0f32.ln(), 2.0f32.ln()], facts, Experts::OverAll);
+        let want = [(1, 0, 0.75), (2, 0, 0.5)];
+        for (got, want) in got.iter().zip(want) {
+            assert!((got.0, got.1) == (want.0, want.1) && (got.2 - want.2).abs() < 1e-6, "{got:?}");
+        }
     }
 
     #[test]

@@ -1,14 +1,14 @@
 //! One transformer layer over the rows of a step.
 
 use suanpan_attn::{self as attn, Args, Extras, KvScales, Plan, Strides, Workspace};
-use suanpan_base::{Buf, BufMut};
-use suanpan_cache::KvStorage;
+use suanpan_base::{Buf, BufMut, HeadShape};
+use suanpan_cache::{Group, KvStorage};
 use suanpan_ledger::AttnBooks;
 use suanpan_ops::{self as ops, LinearInput, LinearOut, LinearWorkspace, RopeTable};
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::weights::{Ffn, Gated, LayerWeights, Linear, Mlp};
+use crate::weights::{Ffn, Gated, LayerWeights, Linear, Mlp, Values};
 
 use super::arena::{AttnViews, FfnViews, Views};
 use super::batch::StepBatch;
@@ -21,6 +21,7 @@ pub(super) struct Ctx<'a> {
     pub batch: &'a StepBatch,
     pub positions: &'a [u32],
     pub slots: &'a [u64],
+    pub window_slots: &'a [u64],
     /// One table for each of the model's `ropes`.
     pub ropes: &'a [RopeTable],
     pub input: &'a mut LinearInput,
@@ -34,7 +35,7 @@ pub(super) fn out(data: &mut [f32], row_stride: usize) -> LinearOut<'_> {
     LinearOut { data, row_stride, add: false }
 }
 
-fn add(data: &mut [f32], row_stride: usize) -> LinearOut<'_> {
+pub(super) fn add(data: &mut [f32], row_stride: usize) -> LinearOut<'_> {
     LinearOut { data, row_stride, add: true }
 }
 
@@ -43,6 +44,13 @@ pub(super) fn add_bias(linear: &Linear, out: &mut [f32]) {
     if let Some(bias) = &linear.bias {
         ops::add_bias(out, bias);
     }
+}
+
+/// Runs of elements that keys, and values, are rotated in: the same where values lie in keys.
+fn rotated_dims(heads: HeadShape) -> (usize, usize) {
+    let (keys, values) = (heads.head_dim_qk, heads.head_dim_v);
+    let both = 1 << keys.trailing_zeros().min(values.trailing_zeros());
+    if heads.values_in_keys { (both, both) } else { (keys, values) }
 }
 
 impl Ctx<'_> {
@@ -60,31 +68,29 @@ impl Ctx<'_> {
         let heads = config.heads;
         let (q_cols, k_cols) =
             (heads.num_q_heads * heads.head_dim_qk, heads.num_kv_heads * heads.head_dim_qk);
-        let v_cols = heads.num_kv_heads * heads.head_dim_v;
         self.norm(&weights.attn_norm, rows, views);
         self.watch.mark(Op::Norm);
-        let AttnViews { q, k, v, out: o } = views.attn();
+        let rope = config.layers[index].rope.map(|rope| &self.ropes[rope]);
+        match &weights.v {
+            Values::Own(v) => self.qkv(weights, v, rope, rows, views),
+            Values::InKeys(latent) => self.latent_qk(weights, latent, rope, rows, views),
+        }
+        let AttnViews { q, k, v, out: o, .. } = views.attn();
+        let v_cols = if heads.values_in_keys { 0 } else { heads.num_kv_heads * heads.head_dim_v };
         let (q, k, v) = (&mut q[..rows * q_cols], &mut k[..rows * k_cols], &mut v[..rows * v_cols]);
-        let mut jobs = [
-            (weights.q.weight.weight(), out(q, q_cols)),
-            (weights.k.weight.weight(), out(k, k_cols)),
-            (weights.v.weight.weight(), out(v, v_cols)),
-        ];
-        ops::linear(&mut jobs, self.input, self.linear);
-        add_bias(&weights.q, q);
-        add_bias(&weights.k, k);
-        add_bias(&weights.v, v);
-        self.watch.mark(Op::Qkv);
-        if let Some([q_norm, k_norm]) = &weights.qk_norms {
-            ops::rms_norm_in_place(q, q_norm, config.rms_norm_eps);
-            ops::rms_norm_in_place(k, k_norm, config.rms_norm_eps);
-            self.watch.mark(Op::Norm);
+        // Codes have one scale a row: a column that stands out would take their few digits from all others. Rotated, no column does,
+        // and products of rotated rows are what they were.
+        let rotated = kv.layer(index).dtype.is_code().then(|| rotated_dims(heads));
+        if let Some((keys, values)) = rotated {
+            ops::hadamard(q, keys);
+            ops::hadamard(k, keys);
+            ops::hadamard(v, values);
         }
-        if let Some(rope) = config.layers[index].rope {
-            self.rotate(&self.ropes[rope], q, k);
-            self.watch.mark(Op::Rope);
-        }
-        let written = kv.write(index, self.slots, k, v);
+        let (slots, page_table) = match kv.group(index) {
+            Group::Full => (self.slots, &self.batch.page_table),
+            Group::Window => (self.window_slots, &self.batch.window_table),
+        };
+        let written = kv.write(index, slots, k, v);
         for (books, seq) in books.iter_mut().zip(&self.batch.seqs) {
             books.kv_write_bytes += written / rows as u64 * seq.extend_len as u64;
         }
@@ -105,7 +111,7 @@ impl Ctx<'_> {
             k_strides: strides(kv.k_strides(index)),
             v: kv.v(index),
             v_strides: strides(kv.v_strides(index)),
-            page_table: &self.batch.page_table,
+            page_table,
             page_table_stride: self.batch.page_table_stride,
             out: BufMut::F32(&mut o[..rows * o_cols]),
             out_strides: (o_cols, heads.head_dim_v),
@@ -113,8 +119,46 @@ impl Ctx<'_> {
             max_scores: None,
         };
         attn::run(plan, args, self.attn, books)?;
+        if let Some((_, values)) = rotated {
+            // Sums of rotated values, turned back.
+            ops::hadamard(&mut o[..rows * o_cols], values);
+        }
         self.watch.mark(Op::Attn);
         Ok(())
+    }
+
+    /// Queries, keys and values of the input, normalised and rotated as the layer has it.
+    fn qkv(
+        &mut self,
+        weights: &LayerWeights,
+        values: &Linear,
+        rope: Option<&RopeTable>,
+        rows: usize,
+        views: &mut Views<'_>,
+    ) {
+        let (q_cols, k_cols) = (weights.q.weight.rows(), weights.k.weight.rows());
+        let v_cols = values.weight.rows();
+        let AttnViews { q, k, v, .. } = views.attn();
+        let (q, k, v) = (&mut q[..rows * q_cols], &mut k[..rows * k_cols], &mut v[..rows * v_cols]);
+        let mut jobs = [
+            (weights.q.weight.weight(), out(q, q_cols)),
+            (weights.k.weight.weight(), out(k, k_cols)),
+            (values.weight.weight(), out(v, v_cols)),
+        ];
+        ops::linear(&mut jobs, self.input, self.linear);
+        add_bias(&weights.q, q);
+        add_bias(&weights.k, k);
+        add_bias(values, v);
+        self.watch.mark(Op::Qkv);
+        if let Some([q_norm, k_norm]) = &weights.qk_norms {
+            ops::rms_norm_in_place(q, q_norm, self.config.rms_norm_eps);
+            ops::rms_norm_in_place(k, k_norm, self.config.rms_norm_eps);
+            self.watch.mark(Op::Norm);
+        }
+        if let Some(rope) = rope {
+            self.rotate(rope, q, k);
+            self.watch.mark(Op::Rope);
+        }
     }
 
     /// Takes the normalised first `rows` rows of `x` as the input of the next products.
@@ -133,9 +177,13 @@ impl Ctx<'_> {
 
     /// Output projection and MLP over the first `rows` rows of `x` and of attention's `out`.
     pub(super) fn project(&mut self, weights: &LayerWeights, rows: usize, views: &mut Views<'_>) {
-        let heads = self.config.heads;
-        let o_cols = heads.num_q_heads * heads.head_dim_v;
-        self.input.set(&views.attn().out[..rows * o_cols], rows, o_cols);
+        let o_cols = self.config.o_cols();
+        let AttnViews { out: o, raw, gathered, .. } = views.attn();
+        let o = match &weights.v {
+            Values::Own(_) => &o[..rows * o_cols],
+            Values::InKeys(latent) => self.latent_out(latent, rows, o, (raw, gathered)),
+        };
+        self.input.set(o, rows, o_cols);
         self.residual(&weights.o, weights.post_attn_norm.as_deref(), rows, views);
         self.watch.mark(Op::O);
         let Some(ffn) = &weights.ffn else { return };
@@ -143,7 +191,9 @@ impl Ctx<'_> {
         self.watch.mark(Op::Norm);
         match &ffn.mlp {
             Mlp::Dense(gated) => self.mlp(ffn, gated, rows, views),
-            Mlp::Experts { router, experts } => self.experts(router, experts, rows, views),
+            Mlp::Experts { router, experts, shared } => {
+                self.experts(router, (experts, shared.as_deref()), rows, views)
+            }
         }
     }
 
@@ -164,14 +214,13 @@ impl Ctx<'_> {
     }
 
     fn mlp(&mut self, ffn: &Ffn, gated: &Gated, rows: usize, views: &mut Views<'_>) {
-        let inter = self.config.intermediate_size;
-        let FfnViews { gate, up, act } = views.ffn(rows * inter);
+        let FfnViews { gate, up, act } = views.ffn();
         self.gated(gated, rows, gate, up, act);
         self.residual(&gated.down, ffn.post_norm.as_deref(), rows, views);
         self.watch.mark(Op::Down);
     }
 
-    /// Gate, up and activation of the input; leaves the result, `[rows, intermediate_size]`, as the next input.
+    /// Gate, up and activation of the input; leaves the result, `[rows, the MLP's width]`, as the next input.
     pub(super) fn gated(
         &mut self,
         gated: &Gated,
@@ -180,7 +229,8 @@ impl Ctx<'_> {
         up: &mut [f32],
         act: &mut [f32],
     ) {
-        let inter = self.config.intermediate_size;
+        let inter = gated.gate.weight.rows();
+        let (gate, up, act) = (&mut gate[..rows * inter], &mut up[..rows * inter], &mut act[..rows * inter]);
         let mut jobs =
             [(gated.gate.weight.weight(), out(gate, inter)), (gated.up.weight.weight(), out(up, inter))];
         ops::linear(&mut jobs, self.input, self.linear);

@@ -6,6 +6,7 @@ mod arena;
 mod batch;
 mod executor;
 mod experts;
+mod latent;
 mod layer;
 mod rows;
 mod times;

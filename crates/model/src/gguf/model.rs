@@ -9,20 +9,16 @@ use suanpan_base::HeadShape;
 
 use super::{Gguf, rope};
 use crate::assemble::{self, GGUF as NAMES, Names, Store, bias_name};
-use crate::config::{Biases, ExpertsConfig, LayerConfig, MAX_LAYERS, ModelConfig};
+use crate::config::{Biases, ExpertsConfig, LatentConfig, LayerConfig, MAX_LAYERS, ModelConfig};
 use crate::config_json::extended_len;
 use crate::error::ModelError;
-use crate::family::{self, BiasRule, Cap, Family, Windows};
+use crate::family::{self, BiasRule, Cap, Experts, Family, Windows};
+use crate::rope::mscale;
 use crate::weights::{Tensor, Weights};
 
 /// Metadata of features that would change the numbers, each with the value that means "off".
-const REFUSED_UNLESS: [(&str, f64); 5] = [
-    ("attention.clamp_kqv", 0.0),
-    ("logit_scale", 1.0),
-    ("residual_scale", 1.0),
-    ("embedding_scale", 1.0),
-    ("expert_shared_count", 0.0),
-];
+const REFUSED_UNLESS: [(&str, f64); 4] =
+    [("attention.clamp_kqv", 0.0), ("logit_scale", 1.0), ("residual_scale", 1.0), ("embedding_scale", 1.0)];
 /// Layers of the Gemma 2 and 3 of 27B, whose scores are scaled by hidden_size / heads instead of head_dim; their files do not say so.
 const GEMMA_27B_LAYERS: [usize; 2] = [46, 62];
 
@@ -89,7 +85,8 @@ impl Keys<'_> {
         self.gguf.bad(format!("metadata {}", self.key(name)), found, supported)
     }
 
-    fn size_or(&self, name: &str, default: usize) -> Result<usize, ModelError> {
+    /// A size, or `default`.
+    pub fn size_or(&self, name: &str, default: usize) -> Result<usize, ModelError> {
         self.gguf.size_or(&self.key(name), default)
     }
 
@@ -108,7 +105,11 @@ pub fn config(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
     }
     let hidden_size = keys.need("embedding_length")?;
     let heads = head_shape(&keys, hidden_size)?;
-    let rotary_dim = keys.size_or("rope.dimension_count", heads.head_dim_qk)?;
+    let rotary_dim = match family.latent {
+        true => heads.head_dim_qk - heads.head_dim_v,
+        false => keys.size_or("rope.dimension_count", heads.head_dim_qk)?,
+    };
+    let latent = latent(&keys, rotary_dim)?;
     let claimed = keys.need("context_length")?;
     let ropes = rope::ropes(&keys, rotary_dim, claimed)?;
     let experts = experts(&keys)?;
@@ -119,12 +120,16 @@ pub fn config(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
         vocab_size: vocab_size(&keys)?,
         hidden_size,
         intermediate_size: match experts {
-            Some(_) => keys.size_or("expert_feed_forward_length", keys.size_or("feed_forward_length", 0)?)?,
+            Some(e) => keys.size_or("feed_forward_length", e.width)?,
             None => keys.need("feed_forward_length")?,
         },
         experts,
         heads,
-        softmax_scale: softmax_scale(&keys, num_layers, hidden_size, heads)?,
+        latent,
+        softmax_scale: match latent {
+            Some(latent) => Some(latent_scale(&keys, latent.nope_dim + rotary_dim)?),
+            None => softmax_scale(&keys, num_layers, hidden_size, heads)?,
+        },
         attn_softcap: cap(&keys, family.attn_cap, "attn_logit_softcapping")?,
         logit_softcap: cap(&keys, family.logit_cap, "final_logit_softcapping")?,
         fp8_block: None,
@@ -173,6 +178,9 @@ fn keys(gguf: &Gguf) -> Result<Keys<'_>, ModelError> {
 fn head_shape(keys: &Keys, hidden_size: usize) -> Result<HeadShape, ModelError> {
     let num_q_heads = keys.need("attention.head_count")?;
     let num_kv_heads = keys.size_or("attention.head_count_kv", num_q_heads)?;
+    if keys.family.latent {
+        return latent_shape(keys, num_q_heads, num_kv_heads);
+    }
     let even = hidden_size.checked_div(num_q_heads).unwrap_or(0);
     let shape = HeadShape {
         num_q_heads,
@@ -226,13 +234,72 @@ fn biases(keys: &Keys) -> Biases {
 
 fn experts(keys: &Keys) -> Result<Option<ExpertsConfig>, ModelError> {
     let count = keys.size_or("expert_count", 0)?;
-    if !keys.family.experts {
-        return match count {
-            0 => Ok(None),
-            n => Err(keys.bad("expert_count", n, format!("0: {} models have no experts", keys.family.name))),
-        };
+    let shared = keys.size_or("expert_shared_count", 0)?;
+    let rule = keys.family.experts;
+    if rule != Experts::OverAll && shared != 0 {
+        return Err(keys.bad("expert_shared_count", shared, "0 (off)"));
     }
-    Ok(Some(ExpertsConfig { count: keys.need("expert_count")?, per_token: keys.need("expert_used_count")? }))
+    if count == 0 && rule != Experts::OverChosen {
+        return Ok(None);
+    }
+    if rule == Experts::No {
+        let supported = format!("0: {} models have no experts", keys.family.name);
+        return Err(keys.bad("expert_count", count, supported));
+    }
+    let width = keys.size_or("expert_feed_forward_length", keys.size_or("feed_forward_length", 0)?)?;
+    let all = ExpertsConfig::new(keys.need("expert_count")?, keys.need("expert_used_count")?, width);
+    if rule == Experts::OverChosen {
+        return Ok(Some(all));
+    }
+    // 1: a softmax; weights that are made to add to one again are another rule.
+    for (name, value) in [("expert_gating_func", 1.0), ("expert_weights_norm", 0.0)] {
+        if let Some(found) = keys.number(name)?.filter(|&x| x != value) {
+            return Err(keys.bad(name, found, value));
+        }
+    }
+    Ok(Some(ExpertsConfig {
+        shared_width: shared.saturating_mul(width),
+        dense_layers: keys.size_or("leading_dense_block_count", 0)?,
+        scale: keys.number("expert_weights_scale")?.unwrap_or(1.0) as f32,
+        ..all
+    }))
+}
+
+/// The absorbed heads: as the file's own metadata has them, one kv head of latent and rotated elements.
+fn latent_shape(keys: &Keys, num_q_heads: usize, num_kv_heads: usize) -> Result<HeadShape, ModelError> {
+    if num_kv_heads != 1 {
+        let supported = "1: the keys' and values' products stand apart (files converted since 2025)";
+        return Err(keys.bad("attention.head_count_kv", num_kv_heads, supported));
+    }
+    let rank = keys.need("attention.kv_lora_rank")?;
+    let rotated = keys.need("rope.dimension_count")?;
+    Ok(HeadShape::latent(num_q_heads, rank + rotated, rank))
+}
+
+fn latent(keys: &Keys, rotary_dim: usize) -> Result<Option<LatentConfig>, ModelError> {
+    if !keys.family.latent {
+        return Ok(None);
+    }
+    let key = "attention.key_length_mla";
+    let whole = keys.need(key)?;
+    let nope_dim = whole.checked_sub(rotary_dim);
+    let supported = || format!("more than rope.dimension_count = {rotary_dim}");
+    Ok(Some(LatentConfig {
+        nope_dim: nope_dim.ok_or_else(|| keys.bad(key, whole, supported()))?,
+        v_dim: keys.need("attention.value_length_mla")?,
+        q_rank: match keys.size_or("attention.q_lora_rank", 0)? {
+            0 => None,
+            n => Some(n),
+        },
+    }))
+}
+
+/// The factor of latent scores: by the unabsorbed width, times the square of what YaRN puts on all dimensions.
+fn latent_scale(keys: &Keys, width: usize) -> Result<f32, ModelError> {
+    let factor = keys.number("rope.scaling.factor")?.unwrap_or(1.0);
+    // The converter writes a tenth of the config's mscale_all_dim.
+    let m = keys.number(rope::YARN_ALL_DIM)?.unwrap_or(0.0) * 10.0;
+    Ok(((width as f64).powf(-0.5) * mscale(factor, m).powi(2)) as f32)
 }
 
 /// Windows and positions of the layers. `local`: index of the rotary positions of window layers.

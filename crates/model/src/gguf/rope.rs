@@ -10,6 +10,8 @@ const FREQS: &str = "rope_freqs.weight";
 /// Divisors of LongRoPE up to and past the original length.
 const SHORT: &str = "rope_factors_short.weight";
 const LONG: &str = "rope_factors_long.weight";
+/// A tenth of YaRN's scale of the scores.
+pub(super) const YARN_ALL_DIM: &str = "rope.scaling.yarn_log_multiplier";
 /// Every tensor that is about positions.
 pub(super) const TENSORS: [&str; 3] = [FREQS, SHORT, LONG];
 
@@ -75,8 +77,11 @@ fn global(keys: &Keys, theta: f64, rotary_dim: usize, claimed: usize) -> Result<
                 // gpt-oss leaves the ends of the ramp where they fall; its files do not say so.
                 truncate: !keys.family.sinks,
             };
+            // Where the scores are scaled instead, cosines are not (files have no second scale for them).
+            let whole = keys.number(YARN_ALL_DIM)?.is_some_and(|m| m != 0.0);
+            let by_formula = if whole { 1.0 } else { yarn_attention_factor(None, factor, None, None) };
             // A factor of the file's multiplies the one by the formula.
-            let attention_factor = yarn_attention_factor(None, factor, None, None) * given.unwrap_or(1.0);
+            let attention_factor = by_formula * given.unwrap_or(1.0);
             return Ok(RopeConfig { theta, scaling, attention_factor });
         }
         (kind, freqs) => {

@@ -4,7 +4,7 @@
 //! `FOUND` 1 after the first layer and the retrieved code after the second, `PAD` 1 after the first layer. Every entry is
 //! 0, +1 or -1, so the mean square is 1/4 before the first layer and exactly 1 after it.
 
-use crate::weights::{LayerWeights, Linear, Tensor, Weights};
+use crate::weights::{LayerWeights, Linear, Tensor, Values, Weights};
 
 use super::{CODE_DIGITS, HEADS, HIDDEN, LOGIT_GAIN, MATCH_GAIN, NGRAM, OFFSET_PAIR, VOCAB_SIZE, WINDOW};
 
@@ -77,6 +77,7 @@ impl Matrix {
 /// A layer of attention alone, from its norm and q, k, v, o.
 fn layer(attn_norm: Vec<f32>, products: [Matrix; 4]) -> LayerWeights {
     let [q, k, v, o] = products.map(|m| Linear::from(m.tensor()));
+    let v = Values::Own(v);
     LayerWeights { attn_norm, q, k, v, o, qk_norms: None, sinks: None, post_attn_norm: None, ffn: None }
 }
 

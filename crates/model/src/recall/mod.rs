@@ -60,6 +60,7 @@ pub fn config() -> ModelConfig {
         intermediate_size: 0,
         experts: None,
         heads: HEADS,
+        latent: None,
         softmax_scale: None,
         attn_softcap: None,
         logit_softcap: None,

@@ -68,7 +68,7 @@ impl Driver {
         let slots: Vec<u64> = (0..(self.kv.num_pages() * self.kv.page_size()) as u64).collect();
         let heads = self.exec.model().config.heads;
         let k = vec![x; slots.len() * heads.num_kv_heads * heads.head_dim_qk];
-        let v = vec![x; slots.len() * heads.num_kv_heads * heads.head_dim_v];
+        let v = vec![x; slots.len() * heads.num_kv_heads * (heads.kv_width() - heads.head_dim_qk)];
         for layer in 0..self.kv.num_layers() {
             self.kv.write(layer, &slots, &k, &v);
         }

@@ -3,8 +3,9 @@
 //! In f64 it is the oracle; in f32 it shows what rounding alone does, which sets the tolerance.
 
 use half::bf16;
-use suanpan_base::{Mask, SeqLen};
-use suanpan_model::{Gated, Linear, Mlp, Model, rope};
+use suanpan_base::{HeadShape, Mask, SeqLen};
+use suanpan_model::family::Experts;
+use suanpan_model::{Gated, LayerWeights, Linear, Mlp, Model, Values, rope};
 use suanpan_ops::{Activation, RopeStyle};
 
 /// The arithmetic that both precisions need.
@@ -79,6 +80,64 @@ fn rotate<R: Real>(x: &mut [R], head_dim: usize, position: usize, table: &(Vec<f
     }
 }
 
+/// Queries, keys and values of one token, and their heads. Latent attention is written out: a key and a value for every head.
+fn qkv<R: Real>(
+    model: &Model,
+    layer: &LayerWeights,
+    h: &[R],
+    position: usize,
+    table: Option<&(Vec<f64>, R)>,
+    store: impl Fn(Vec<R>) -> Vec<R>,
+) -> [Vec<R>; 3] {
+    let (c, dim) = (&model.config, model.config.heads.head_dim_qk);
+    let turn = |x: &mut [R], dim: usize| {
+        if let Some(table) = table {
+            rotate(x, dim, position, table, c.rope_style);
+        }
+    };
+    let latent = match &layer.v {
+        Values::InKeys(latent) => latent,
+        Values::Own(v) => {
+            let (mut q, mut k) = (matvec(&layer.q, h), matvec(&layer.k, h));
+            if let Some([q_norm, k_norm]) = &layer.qk_norms {
+                let heads =
+                    |x: &[R], w: &[f32]| x.chunks(w.len()).flat_map(|h| norm(h, w, c.rms_norm_eps)).collect();
+                (q, k) = (heads(&q, q_norm), heads(&k, k_norm));
+            }
+            turn(&mut q, dim);
+            turn(&mut k, dim);
+            return [q, store(k), store(matvec(v, h))];
+        }
+    };
+    let nope = c.latent.unwrap().nope_dim;
+    let lower = latent.q_down.as_ref().map(|(down, w)| norm(&matvec(down, h), w, c.rms_norm_eps));
+    let mut q = matvec(&layer.q, lower.as_deref().unwrap_or(h));
+    for head in q.chunks_exact_mut(nope + c.rotary_dim) {
+        turn(&mut head[nope..], c.rotary_dim);
+    }
+    let z = store(norm(&matvec(&layer.k, h), &latent.norm, c.rms_norm_eps));
+    let mut rotated = matvec(&latent.k_rope, h);
+    turn(&mut rotated, c.rotary_dim);
+    let rotated = store(rotated);
+    let key = |up: &Linear| {
+        // The file's product of a key is the transpose.
+        let w = up.weight.to_f32();
+        let of = |n: usize| {
+            z.iter().enumerate().fold(R::of(0.0), |s, (r, &z)| s + R::of(f64::from(w[r * nope + n])) * z)
+        };
+        (0..nope).map(of).chain(rotated.iter().copied()).collect::<Vec<R>>()
+    };
+    let k = latent.q_up.iter().flat_map(key).collect();
+    [q, k, latent.v_up.iter().flat_map(|up| matvec(up, &z)).collect()]
+}
+
+/// Heads as the equations have them: those of latent attention are not absorbed.
+fn plain_heads(model: &Model) -> HeadShape {
+    let c = &model.config;
+    let n = c.heads.num_q_heads;
+    c.latent.map_or(c.heads, |l| HeadShape::with_widths(n, n, l.nope_dim + c.rotary_dim, l.v_dim))
+}
+
 fn attend<R: Real>(
     model: &Model,
     sinks: Option<&[f32]>,
@@ -87,7 +146,7 @@ fn attend<R: Real>(
     k: &[Vec<R>],
     v: &[Vec<R>],
 ) -> Vec<Vec<R>> {
-    let heads = model.config.heads;
+    let heads = plain_heads(model);
     let (dq, dv) = (heads.head_dim_qk, heads.head_dim_v);
     let scale = R::of(f64::from(model.config.softmax_scale.unwrap_or(heads.default_scale())));
     let len = SeqLen::new(q.len(), k.len());
@@ -144,18 +203,21 @@ fn gated<R: Real>(activation: Activation, mlp: &Gated, h: &[R]) -> Vec<R> {
 
 fn mlp<R: Real>(model: &Model, mlp: &Mlp, h: &[R]) -> Vec<R> {
     let activation = model.config.family.activation;
-    let (router, experts) = match mlp {
+    let (router, experts, shared) = match mlp {
         Mlp::Dense(one) => return gated(activation, one, h),
-        Mlp::Experts { router, experts } => (router, experts),
+        Mlp::Experts { router, experts, shared } => (router, experts, shared),
     };
     let logits: Vec<f64> = matvec(router, h).into_iter().map(Real::to).collect();
     let mut order: Vec<usize> = (0..experts.len()).collect();
     order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
-    order.truncate(model.config.experts.unwrap().per_token);
-    let sum: f64 = order.iter().map(|&e| logits[e].exp()).sum();
-    let mut out = vec![R::of(0.0); model.config.hidden_size];
+    let facts = model.config.experts.unwrap();
+    let over = if model.config.family.experts == Experts::OverAll { experts.len() } else { facts.per_token };
+    let sum: f64 = order[..over].iter().map(|&e| logits[e].exp()).sum();
+    order.truncate(facts.per_token);
+    let none = || vec![R::of(0.0); model.config.hidden_size];
+    let mut out = shared.as_ref().map_or_else(none, |one| gated(activation, one, h));
     for e in order {
-        let weight = R::of(logits[e].exp() / sum);
+        let weight = R::of(f64::from(facts.scale) * logits[e].exp() / sum);
         let one = gated(activation, &experts[e], h);
         add(&mut out, &one.into_iter().map(|x| weight * x).collect::<Vec<_>>());
     }
@@ -185,25 +247,17 @@ pub fn logits<R: Real>(model: &Model, tokens: &[u32], set: Setting) -> Vec<f64> 
         y.into_iter().map(|v| R::of(f64::from(bf16::from_f64(v.to())))).collect()
     };
     for (config, layer) in c.layers.iter().zip(&w.layers) {
-        let width = c.heads.num_kv_heads;
+        let heads = plain_heads(model);
         let mut q = Vec::new();
-        let mut k = vec![vec![R::of(0.0); width * c.heads.head_dim_qk]; set.zero_keys];
-        let mut v = vec![vec![R::of(0.0); width * c.heads.head_dim_v]; set.zero_keys];
+        let mut k = vec![vec![R::of(0.0); heads.num_kv_heads * heads.head_dim_qk]; set.zero_keys];
+        let mut v = vec![vec![R::of(0.0); heads.num_kv_heads * heads.head_dim_v]; set.zero_keys];
         for (i, x) in x.iter().enumerate() {
             let h = norm(x, &layer.attn_norm, c.rms_norm_eps);
-            let (mut qi, mut ki) = (matvec(&layer.q, &h), matvec(&layer.k, &h));
-            if let Some([q_norm, k_norm]) = &layer.qk_norms {
-                let heads =
-                    |x: &[R], w: &[f32]| x.chunks(w.len()).flat_map(|h| norm(h, w, c.rms_norm_eps)).collect();
-                (qi, ki) = (heads(&qi, q_norm), heads(&ki, k_norm));
-            }
-            if let Some(r) = config.rope {
-                rotate(&mut qi, c.heads.head_dim_qk, set.start + i, &tables[r], c.rope_style);
-                rotate(&mut ki, c.heads.head_dim_qk, set.start + i, &tables[r], c.rope_style);
-            }
+            let table = config.rope.map(|r| &tables[r]);
+            let [qi, ki, vi] = qkv(model, layer, &h, set.start + i, table, store);
             q.push(qi);
-            k.push(store(ki));
-            v.push(store(matvec(&layer.v, &h)));
+            k.push(ki);
+            v.push(vi);
         }
         let mask = config.window.map_or(Mask::CAUSAL, Mask::window);
         let o = attend(model, layer.sinks.as_deref(), mask, &q, &k, &v);

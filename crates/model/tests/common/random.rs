@@ -5,7 +5,7 @@ use std::sync::Arc;
 use suanpan_base::HeadShape;
 use suanpan_model::{
     Biases, Ffn, Gated, LayerConfig, LayerWeights, Linear, Mlp, Model, ModelConfig, RopeConfig, Tensor,
-    Tokenizer, Weights, family,
+    Tokenizer, Values, Weights, family,
 };
 use suanpan_ops::RopeStyle;
 
@@ -51,6 +51,7 @@ pub fn config() -> ModelConfig {
         intermediate_size: 80,
         experts: None,
         heads: HeadShape::new(4, 2, 16),
+        latent: None,
         softmax_scale: None,
         attn_softcap: None,
         logit_softcap: None,
@@ -90,7 +91,7 @@ pub fn model(config: ModelConfig, seed: u64) -> Arc<Model> {
         attn_norm: norm(hidden, seed),
         q: linear(heads.num_q_heads * heads.head_dim_qk, hidden),
         k: linear(heads.num_kv_heads * heads.head_dim_qk, hidden),
-        v: linear(heads.num_kv_heads * heads.head_dim_v, hidden),
+        v: Values::Own(linear(heads.num_kv_heads * heads.head_dim_v, hidden)),
         o: linear(hidden, heads.num_q_heads * heads.head_dim_v),
         qk_norms: None,
         sinks: None,

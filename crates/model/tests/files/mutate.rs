@@ -2,6 +2,7 @@
 
 use suanpan_model::gguf::Gguf;
 use suanpan_model::load::from_gguf;
+use suanpan_model::safetensors::SafeTensors;
 use suanpan_model::source::Source;
 
 use super::{Scratch, fixture, load_path};
@@ -94,10 +95,43 @@ fn damaged_folders_never_panic() {
     assert!(refused > 200, "refused {refused}");
 }
 
+/// Every byte of the header of a safetensors file, two changes each: refused by name, or every tensor as it was or with one name less.
+#[test]
+fn every_single_byte_change_of_a_safetensors_header_gives_a_typed_error_or_a_file_within_its_bounds() {
+    let good = std::fs::read(fixture("families/gpt-oss-mxfp4/model.safetensors")).unwrap();
+    let header = 8 + u64::from_le_bytes(good[..8].try_into().unwrap()) as usize;
+    let mut bytes = good.clone();
+    let mut refused = 0;
+    for at in 0..header {
+        for change in [1 << (at % 8), 0x55] {
+            bytes[at] = good[at] ^ change;
+            match SafeTensors::parse(Source::owned("changed", bytes.clone())) {
+                Ok(file) => {
+                    let mut held = 0;
+                    for name in file.tensor_names() {
+                        let info = file.tensor_info(name).unwrap();
+                        assert!(info.bytes.start <= info.bytes.end && info.bytes.end <= good.len());
+                        held += info.bytes.len();
+                    }
+                    assert_eq!(held, good.len() - header, "byte {at}: a part of the data belongs to nobody");
+                }
+                Err(e) => {
+                    assert!(e.field().is_some(), "byte {at}: {e}");
+                    refused += 1;
+                }
+            }
+        }
+        bytes[at] = good[at];
+    }
+    assert!(refused > header, "only {refused} of {} changes refused", 2 * header);
+}
+
 /// Every byte of the header of files with each kind of metadata: an error or a model that passes its own checks, never a panic.
 #[test]
 fn every_single_byte_change_of_a_header_gives_a_typed_error_or_a_model() {
-    for name in ["families/gpt-oss.gguf", "families/phi3.gguf", "tokenizer/spm-plain.gguf"] {
+    for name in
+        ["families/gpt-oss.gguf", "families/phi3.gguf", "families/deepseek2.gguf", "tokenizer/spm-plain.gguf"]
+    {
         let good = std::fs::read(fixture(name)).unwrap();
         let gguf = Gguf::parse(Source::owned(name, good.clone())).unwrap();
         let starts = gguf.tensor_names().map(|n| gguf.tensor_info(n).unwrap().bytes.start);

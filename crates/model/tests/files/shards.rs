@@ -51,6 +51,48 @@ fn a_cut_shard_is_named() {
     }
 }
 
+/// A two-shard folder of FP8 weights: layer 0 in the first file, the scales of layer 1 in the second.
+fn quantised() -> Scratch {
+    let scratch = Scratch::copy_of("families/fp8-blocks");
+    let bytes = scratch.read("model.safetensors");
+    std::fs::remove_file(scratch.path("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let second = |name: &str| name.ends_with("_scale_inv") && name.contains("layers.1.");
+    let mut map = serde_json::Map::new();
+    for (name, shard) in [(FIRST, false), (SECOND, true)] {
+        let part: Vec<_> = file.tensors().into_iter().filter(|(n, _)| second(n) == shard).collect();
+        part.iter().for_each(|(n, _)| drop(map.insert(n.clone(), name.into())));
+        scratch.write(name, &safetensors::serialize(part, None).unwrap());
+    }
+    scratch.write(INDEX, serde_json::json!({ "weight_map": map }).to_string().as_bytes());
+    scratch
+}
+
+/// Scales in a shard of their own that is gone, cut or forgotten: never weights without scales, never zeros.
+#[test]
+fn a_quantised_model_without_the_shard_of_its_scales_is_refused() {
+    let whole = load_path(&fixture("families/fp8-blocks")).unwrap();
+    let split = load_path(&quantised().0).unwrap_or_else(|e| panic!("{e}"));
+    for (a, b) in whole.weights.tensors().zip(split.weights.tensors()) {
+        assert_eq!(a.1.to_f32(), b.1.to_f32(), "{}", a.0);
+    }
+    let scratch = quantised();
+    std::fs::remove_file(scratch.path(SECOND)).unwrap();
+    assert_eq!(refusal(&scratch.0).field(), Some(SECOND));
+    let bytes = quantised().read(SECOND);
+    for keep in [bytes.len() - 1, bytes.len() / 2, 0] {
+        let scratch = quantised();
+        scratch.write(SECOND, &bytes[..keep]);
+        assert!(refusal(&scratch.0).to_string().contains(SECOND), "cut to {keep}");
+    }
+    let scratch = quantised();
+    let scales = "model.layers.1.mlp.up_proj.weight_scale_inv";
+    scratch.edit_json(INDEX, |json| {
+        json["weight_map"].as_object_mut().unwrap().remove(scales);
+    });
+    assert_eq!(refusal(&scratch.0).field(), Some(format!("tensor {scales}").as_str()));
+}
+
 #[test]
 fn an_index_that_points_to_the_wrong_shard_is_refused() {
     let scratch = Scratch::copy_of("sharded");

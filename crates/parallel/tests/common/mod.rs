@@ -1,13 +1,15 @@
 //! Inputs, the oracle and whole runs for the tests of this crate.
 #![allow(dead_code)] // Each test file uses its part.
 
+use std::num::NonZeroUsize;
+
 use suanpan_attn::DropoutKey;
 use suanpan_attn::dropout::Dropout;
 use suanpan_attn::reference::{Spec, attention_backward_f64, attention_f64};
 use suanpan_base::{HeadShape, Mask, SeqLen};
-use suanpan_parallel::kernel::Attention;
 use suanpan_parallel::{
-    Inputs, Layout, MaskSlices, Options, ParallelPlan, Pass, Request, Scheme, check, run_threads,
+    Attention, Bias, Checked, Inputs, Layout, MaskSlices, Options, Outputs, ParallelPlan, Pass, Request,
+    Scheme, check, run_threads,
 };
 
 /// Numbers that look random and are the same every time.
@@ -39,6 +41,7 @@ pub struct Whole {
     pub heads: HeadShape,
     pub mask: MaskSlices,
     pub attention: Attention,
+    pub invariant_block: Option<NonZeroUsize>,
     pub q: Vec<f32>,
     pub k: Vec<f32>,
     pub v: Vec<f32>,
@@ -56,7 +59,7 @@ impl Whole {
         let k = x.floats(n * heads.num_kv_heads * heads.head_dim_qk);
         let v = x.floats(n * heads.num_kv_heads * heads.head_dim_v);
         let d_out = x.floats(n * heads.num_q_heads * heads.head_dim_v);
-        Whole { heads, mask, attention: Attention::default(), q, k, v, d_out }
+        Whole { heads, mask, attention: Attention::default(), invariant_block: None, q, k, v, d_out }
     }
 
     fn widths(&self) -> [usize; 5] {
@@ -67,9 +70,15 @@ impl Whole {
 
     /// Plans, checks and runs both passes, and gathers what comes out. Counted pairs and bytes must be the planned ones.
     pub fn run(&self, n: usize, layout: Layout, scheme: Scheme) -> Results<f32> {
+        self.run_with_sinks(n, layout, scheme).0
+    }
+
+    /// The same, with the gradient of the sinks summed over ranks.
+    pub fn run_with_sinks(&self, n: usize, layout: Layout, scheme: Scheme) -> (Results<f32>, Vec<f32>) {
         let [fw, lw, qw, kw, vw] = self.widths();
         let plan = |pass| {
-            let request = Request { heads: self.heads, mask: &self.mask, layout, cp_size: n, scheme, pass };
+            let (heads, mask, invariant_block) = (self.heads, &self.mask, self.invariant_block);
+            let request = Request { heads, mask, layout, cp_size: n, scheme, pass, invariant_block };
             let plan = ParallelPlan::new(&request).unwrap();
             check(plan.clone()).unwrap_or_else(|flaw| panic!("{flaw}\n{plan}"))
         };
@@ -87,32 +96,38 @@ impl Whole {
         let mut next = Vec::new();
         for (rank, outputs) in ran.into_iter().enumerate() {
             let x = outputs.unwrap();
-            assert_eq!(
-                (x.pairs, x.sent_bytes),
-                (forward.plan().pairs(rank), forward.plan().sent_bytes(rank))
-            );
+            as_planned(&x, &forward, rank);
             shards.gather(rank, &x.out, fw, &mut results[0]);
             shards.gather(rank, &x.lse, lw, &mut results[1]);
             let d_out = shards.scatter(rank, &self.d_out, fw);
             next.push(Inputs { out: x.out, lse: x.lse, d_out, ..inputs(rank) });
         }
+        let mut d_sinks = vec![0.0; self.heads.num_q_heads];
         let ran = run_threads(&backward, &self.attention, next, &Options::default()).unwrap();
         for (rank, outputs) in ran.into_iter().enumerate() {
             let x = outputs.unwrap();
-            assert_eq!(
-                (x.pairs, x.sent_bytes),
-                (backward.plan().pairs(rank), backward.plan().sent_bytes(rank))
-            );
+            as_planned(&x, &backward, rank);
+            d_sinks.iter_mut().zip(&x.d_sinks).for_each(|(a, b)| *a += b);
             shards.gather(rank, &x.dq, qw, &mut results[2]);
             shards.gather(rank, &x.dk, kw, &mut results[3]);
             shards.gather(rank, &x.dv, vw, &mut results[4]);
         }
-        results
+        (results, d_sinks)
     }
 
     /// The f64 oracle, document by document.
     pub fn oracle(&self) -> Results<f64> {
+        self.oracle_with_sinks().0
+    }
+
+    /// The oracle's gradient of the sinks.
+    pub fn oracle_d_sinks(&self) -> Vec<f64> {
+        self.oracle_with_sinks().1
+    }
+
+    fn oracle_with_sinks(&self) -> (Results<f64>, Vec<f64>) {
         let mut all: Results<f64> = Default::default();
+        let mut d_sinks = vec![0.0; self.heads.num_q_heads];
         let wide = |x: &[f32]| x.iter().map(|x| f64::from(*x)).collect::<Vec<f64>>();
         let scale = self.attention.softmax_scale.unwrap_or_else(|| self.heads.default_scale());
         let [fw, _, qw, kw, vw] = self.widths();
@@ -127,9 +142,18 @@ impl Whole {
             let mut spec = Spec::new(self.heads, self.mask.mask(), f64::from(scale));
             spec.softcap = self.attention.softcap.map(f64::from);
             spec.dropout = Some(&factor);
+            let at = |b: &Bias, h: usize, i: usize, j: usize| {
+                f64::from(b.values[h * b.head_stride + (start + i) * b.row_stride + start + j])
+            };
+            let bias =
+                |h: usize, i: usize, j: usize| self.attention.bias.as_ref().map_or(0.0, |b| at(b, h, i, j));
+            spec.bias = self.attention.bias.is_some().then_some(&bias);
+            let sinks: Option<Vec<f64>> = self.attention.sinks.as_ref().map(|s| wide(s));
+            spec.sinks = sinks.as_deref();
             let (len, q, k, v) = (SeqLen::new(n, n), part(&self.q, qw), part(&self.k, kw), part(&self.v, vw));
             let r = attention_f64(&spec, len, &q, &k, &v);
             let g = attention_backward_f64(&spec, len, &q, &k, &v, &part(&self.d_out, fw), None);
+            d_sinks.iter_mut().zip(&g.d_sinks).for_each(|(a, b)| *a += b);
             // The oracle's lse is [heads, tokens]; ours is [tokens, heads].
             let hq = self.heads.num_q_heads;
             let lse =
@@ -138,8 +162,15 @@ impl Whole {
                 all.extend(part);
             }
         }
-        all
+        (all, d_sinks)
     }
+}
+
+/// Counted is planned.
+fn as_planned(x: &Outputs, plan: &Checked, rank: usize) {
+    let plan = plan.plan();
+    let planned = (plan.pairs(rank), plan.sent_bytes(rank), plan.buffer_bytes(rank));
+    assert_eq!((x.pairs, x.sent_bytes, x.buffer_bytes), planned, "rank {rank}\n{plan}");
 }
 
 /// Names of [`Results`].

@@ -34,6 +34,8 @@ pub struct CompletionRequest {
     pub prompt_logprobs: bool,
     /// Whether the tokenizer adds its start token to text prompts.
     pub add_special_tokens: bool,
+    /// Choices drawn for each prompt, at least `n`: the `n` likeliest of them come back.
+    pub best_of: usize,
 }
 
 /// Reads a text-completion request; pure, and total on any bytes.
@@ -56,24 +58,35 @@ pub fn parse_completion(body: &[u8]) -> Result<CompletionRequest, ApiError> {
         return Err(ApiError::bad_field("prompt", "it is required: a text, a list of texts, or token ids."));
     };
     let prompts = prompts(raw)?;
-    let choices = prompts.len().saturating_mul(common.n);
-    if choices > MAX_CHOICES {
-        let message =
-            format!("{} prompts × {} is {choices} choices: at most {MAX_CHOICES}.", prompts.len(), common.n);
-        return Err(ApiError::bad_field("n", message));
-    }
     let add_special_tokens = fields.bool("add_special_tokens")?.unwrap_or(true);
-    let best_of = fields.size("best_of", 1..=MAX_CHOICES)?;
-    if best_of.is_some_and(|b| b != common.n) {
-        let reason = "choices are not ranked: only a value equal to 'n' is supported.";
-        return Err(ApiError::unsupported("best_of", reason));
-    }
+    let best_of = best_of(&mut fields, &common, prompts.len())?;
     fields.only("suffix", &json!(""), "insertion before a suffix is not supported.")?;
     fields.refuse("prompt_embeds", "embeddings as prompts are not supported.")?;
     response_format(&mut fields)?;
     fields.finish()?;
     common.validate()?;
-    Ok(CompletionRequest { common, prompts, echo, prompt_logprobs, add_special_tokens })
+    Ok(CompletionRequest { common, prompts, echo, prompt_logprobs, add_special_tokens, best_of })
+}
+
+/// Choices to draw for each prompt.
+fn best_of(fields: &mut Fields<'_>, common: &Common, prompts: usize) -> Result<usize, ApiError> {
+    let asked = fields.size("best_of", 1..=MAX_CHOICES)?;
+    let best_of = asked.unwrap_or(common.n);
+    if best_of < common.n {
+        let message = format!("{best_of} is below n = {}: the best n are chosen among them.", common.n);
+        return Err(ApiError::bad_field("best_of", message));
+    }
+    if best_of > common.n && common.stream {
+        let reason = "choices are ranked when all are complete: above 'n' it is supported without 'stream'.";
+        return Err(ApiError::unsupported("best_of", reason));
+    }
+    let choices = prompts.saturating_mul(best_of);
+    if choices > MAX_CHOICES {
+        let field = if asked.is_some() { "best_of" } else { "n" };
+        let message = format!("{prompts} prompts × {best_of} is {choices} choices: at most {MAX_CHOICES}.");
+        return Err(ApiError::bad_field(field, message));
+    }
+    Ok(best_of)
 }
 
 fn prompts(raw: &RawValue) -> Result<Vec<Prompt>, ApiError> {

@@ -106,7 +106,7 @@ fn what_is_not_built_is_refused_by_name_never_ignored() {
         let e = chat(&format!(", {field}")).unwrap_err();
         assert_eq!((e.param.as_deref(), e.code), (Some(name), Some("unsupported_value")), "{field}");
     }
-    for field in [r#""suffix": "x""#, r#""best_of": 2"#, r#""prompt_embeds": "x""#] {
+    for field in [r#""suffix": "x""#, r#""best_of": 2, "stream": true"#, r#""prompt_embeds": "x""#] {
         let name = field.split('"').nth(1).unwrap();
         assert_eq!(param(completion(&format!(", {field}"))), name);
     }

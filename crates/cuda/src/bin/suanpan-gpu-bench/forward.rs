@@ -1,10 +1,14 @@
 //! Forward cells of the bench: 32k tokens in all, 2,048 columns of value heads, as the peers are measured.
-use suanpan_base::{Mask, SeqLen};
+use suanpan_attn::{KvLayout, Limits, Problem};
+use suanpan_base::{DType, HeadShape, Mask, SeqLen};
 use suanpan_cuda::attention::Operand;
 use suanpan_cuda::attention::decode::{Pages, Scales};
-use suanpan_cuda::attention::forward::{Forward, KeysValues, Paged, Scores};
+use suanpan_cuda::attention::forward::{
+    Forward, KeysValues, Paged, SPLITS_MAX, Scores, Splits, partial_bytes,
+};
 use suanpan_cuda::attention::forward_fp8::ForwardFp8;
 use suanpan_cuda::driver::Gpu;
+use suanpan_cuda::plan::{Device, Kernel, Plan, Slower};
 use suanpan_cuda::testing::{Buffer, Rng, time_us, to_e4m3};
 use suanpan_cuda::{Dtype, Error};
 
@@ -16,18 +20,48 @@ struct Asked {
     alibi: bool,
     sinks: bool,
     fp8: bool,
+    /// Query tokens a sequence, four query heads a kv head; else as many as keys, and as many heads.
+    extend: Option<u32>,
+    /// How an extend is laid out.
+    layout: Layout,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Layout {
+    /// A head's tiles.
+    Apart,
+    /// A group's.
+    Packed,
+    /// As the plan has it.
+    Planned,
 }
 
 fn asked(name: &str) -> Option<Asked> {
     let number = |prefix: &str| name.strip_prefix(prefix)?.parse::<usize>().ok().filter(|n| *n > 0);
-    let mut a =
-        Asked { mask: Mask::CAUSAL, page_size: None, softcap: None, alibi: false, sinks: false, fp8: false };
+    let mut a = Asked {
+        mask: Mask::CAUSAL,
+        page_size: None,
+        softcap: None,
+        alibi: false,
+        sinks: false,
+        fp8: false,
+        extend: None,
+        layout: Layout::Apart,
+    };
     if let Some(window) = number("window") {
         a.mask = Mask::window(window);
     } else if let Some(chunk) = number("chunk").and_then(std::num::NonZeroUsize::new) {
         a.mask = Mask::chunked(chunk);
     } else if let Some(page_size) = number("page") {
         a.page_size = Some(page_size as u32);
+    } else if let Some((tokens, layout)) =
+        [("extend", Layout::Planned), ("pack", Layout::Packed), ("apart", Layout::Apart)]
+            .into_iter()
+            .find_map(|(prefix, layout)| Some((number(prefix)?, layout)))
+    {
+        (a.extend, a.layout) = (Some(tokens as u32), layout);
+    } else if let Some(page_size) = number("fp8page") {
+        (a.page_size, a.fp8) = (Some(page_size as u32), true);
     } else {
         match name {
             "full" => a.mask = Mask::FULL,
@@ -85,6 +119,32 @@ fn paged(
     Ok((KeysValues::Paged(Paged { k, v, page_table: table.address, pages_max, num_pages, page_size }), table))
 }
 
+/// Whether the plan packs heads, and its splits where it takes the build that has them; contiguous keys, causal.
+fn planned(
+    gpu: &Gpu,
+    heads: (u32, u32, u32),
+    batch: u32,
+    len: (u32, u32),
+) -> Result<(bool, Option<u32>), Error> {
+    let (batch, len) = (batch as usize, SeqLen::new(len.0 as usize, len.1 as usize));
+    let heads = HeadShape::new(heads.0 as usize, heads.1 as usize, heads.2 as usize);
+    let problem = Problem {
+        q_dtype: DType::Bf16,
+        kv_dtype: DType::Bf16,
+        kv: KvLayout::Contiguous,
+        ..Problem::new(heads, Mask::CAUSAL)
+    };
+    let limits = Limits { max_seqs: batch, max_total_q: batch * len.seqlen_q, max_seqlen_k: len.seqlen_k };
+    let mut plan = Plan::new(&problem, Device { num_sms: gpu.num_sms }, limits, Slower::Allow)?;
+    plan.schedule(&vec![len; batch])?;
+    Ok(match plan.choice().map(|c| c.kernel) {
+        Some(Kernel::Forward { pack_gqa, splits, function, .. }) => {
+            (pack_gqa, (function == "forward_more").then_some(splits))
+        }
+        _ => (false, None),
+    })
+}
+
 /// Times one cell: `dims` is the head dim, 192128 stands for 192/128; `name` one of `--masks`.
 pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -> Result<(), Error> {
     let Some(asked) = asked(name) else {
@@ -94,37 +154,46 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
     let (dim, dim_v) = if dims == 192_128 { (192, 128) } else { (dims, dims) };
     let batch = (32768 / seqlen).max(1);
     let (heads, tokens) = (2048 / dim_v, batch * seqlen);
-    let buffer = |dim: u32, seed| random(gpu, tokens as usize * (heads * dim) as usize, seed, asked.fp8);
-    let (q, k, v) = (buffer(dim, 77)?, buffer(dim, 78)?, buffer(dim_v, 79)?);
+    let kv_heads = if asked.extend.is_some() { heads / 4 } else { heads };
+    let seqlen_q = asked.extend.unwrap_or(seqlen);
+    let buffer = |columns: u32, seed| random(gpu, tokens as usize * columns as usize, seed, asked.fp8);
+    let (q, k, v) = (buffer(heads * dim, 77)?, buffer(kv_heads * dim, 78)?, buffer(kv_heads * dim_v, 79)?);
     let o = Buffer::new(gpu, tokens as usize * (heads * dim_v) as usize * 2)?;
     let lse = Buffer::new(gpu, tokens as usize * heads as usize * 4)?;
-    let counter = Buffer::from_slice(gpu, &[0u32; 2])?;
+    let counter = Buffer::from_slice(gpu, &[0u32; 2 * SPLITS_MAX as usize])?;
     let halves = Buffer::from_slice(gpu, &vec![0.5f32; heads as usize])?;
-    let operand = |b: &Buffer, dim: u32| Operand {
+    let operand = |b: &Buffer, heads: u32, dim: u32| Operand {
         address: b.address,
         token_stride: u64::from(heads * dim),
         head_stride: u64::from(dim),
     };
-    let rows = (operand(&k, dim), operand(&v, dim_v));
+    let rows = (operand(&k, kv_heads, dim), operand(&v, kv_heads, dim_v));
     let (kv, _table) = match asked.page_size {
         Some(page_size) => paged(gpu, rows, page_size, (batch, seqlen))?,
         None => (KeysValues::Packed { k: rows.0, v: rows.1 }, Buffer::new(gpu, 0)?),
     };
+    let layout = if asked.layout == Layout::Planned {
+        planned(gpu, (heads, kv_heads, dim), batch, (seqlen_q, seqlen))?
+    } else {
+        (asked.layout == Layout::Packed, None)
+    };
+    let rows = u64::from(batch * seqlen_q) * u64::from(heads);
+    let partial = Buffer::new(gpu, partial_bytes(layout.1.unwrap_or(1), rows, dim_v) as usize)?;
     let f = Forward {
-        q: operand(&q, dim),
+        q: operand(&q, heads, dim),
         kv,
-        o: operand(&o, dim_v),
+        o: operand(&o, heads, dim_v),
         lse: lse.address,
         counter: counter.address,
         cu_seqlens_q: None,
         cu_seqlens_k: None,
-        total_q: tokens,
+        total_q: batch * seqlen_q,
         total_k: tokens,
         batch,
-        seqlen_q_max: seqlen,
+        seqlen_q_max: seqlen_q,
         seqlen_k_max: seqlen,
         num_q_heads: heads,
-        num_kv_heads: heads,
+        num_kv_heads: kv_heads,
         head_dim: dim,
         head_dim_v: dim_v,
         dtype: Dtype::Bf16,
@@ -137,6 +206,8 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
         },
         tree: None,
         softmax_scale: 1.0 / (dim as f32).sqrt(),
+        pack_gqa: layout.0,
+        splits: layout.1.map(|count| Splits { count, partial: partial.address }),
     };
     let fp8 =
         ForwardFp8 { attention: f, q_scales: None, k_scales: None, v_scales: None, kv_scale_strides: (0, 0) };
@@ -158,6 +229,9 @@ fn report(
     let us = time_us(gpu, repeats, (150_000.0 / once) as usize, &mut launch)?;
     let square = f64::from(seqlen) * f64::from(seqlen);
     let pairs = match asked.mask {
+        mask if let Some(tokens) = asked.extend => {
+            mask.visible_pairs(SeqLen::new(tokens as usize, seqlen as usize)) as f64
+        }
         Mask::FULL => square,
         Mask::CAUSAL => square / 2.0,
         mask => mask.visible_pairs(SeqLen::new(seqlen as usize, seqlen as usize)) as f64,

@@ -70,7 +70,9 @@ fn paged(x: &Stored, lens: &[SeqLen], page_size: usize) -> (Vec<u8>, Vec<f32>, V
     let stride = lens.iter().map(|l| l.seqlen_k.div_ceil(page_size)).max().unwrap_or(0);
     let pages: usize = lens.iter().map(|l| l.seqlen_k.div_ceil(page_size)).sum();
     let mut bytes = vec![0x7f; (pages + 1) * page_size * row];
-    let mut scales = vec![f32::NAN; (pages + 1) * page_size * scale_row];
+    // Scales of heads alone are the same wherever tokens lie.
+    let mut scales =
+        if scale_row == 0 { x.scales.clone() } else { vec![f32::NAN; (pages + 1) * page_size * scale_row] };
     let mut table = vec![u32::MAX; lens.len() * stride];
     let (mut next, mut from) = (pages, 0);
     for (b, len) in lens.iter().enumerate() {
@@ -315,6 +317,9 @@ pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
     let all = Scores { softcap: Some(20.0), bias: true, alibi: true, sink: true, dropout: Some(0.2) };
     let everything = Problem { scores: all, mask: Mask::window(150), ..bf16 };
     check(gpu, report, "softcap, bias, alibi, sink, dropout, window", &everything, &ragged, BF16)?;
+    let few = [SeqLen::new(70, 4000), SeqLen::new(33, 2500)];
+    check(gpu, report, "a chunk of 70 tokens behind 4,000, in pages", &pages, &few, BF16)?;
+    check(gpu, report, "a chunk of 70 tokens behind 4,000", &bf16, &few, BF16)?;
     let invariant = Problem { batch_invariant: true, ..pages };
     check(gpu, report, "batch-invariant decode", &invariant, &ones, BF16)?;
     check(gpu, report, "decode bf16", &pages, &ones, BF16)?;
@@ -335,6 +340,9 @@ pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
         &[SeqLen::new(300, 300), SeqLen::new(70, 900)],
         5e-2,
     )?;
+    let paged = Problem { kv: KvLayout::Paged { page_size: 32 }, ..e4m3 };
+    let lens = [SeqLen::new(300, 300), SeqLen::new(70, 900)];
+    check(gpu, report, "e4m3 keys of a prefill in pages of 32", &paged, &lens, 5e-2)?;
     outliers(gpu, report)
 }
 

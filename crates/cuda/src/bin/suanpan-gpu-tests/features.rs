@@ -3,7 +3,9 @@ use suanpan_attn::dropout::Dropout as Weights;
 use suanpan_attn::{BiasStrides, DropoutKey};
 use suanpan_base::{Mask, SeqLen};
 use suanpan_cuda::attention::decode::{Pages, Scales};
-use suanpan_cuda::attention::forward::{Bias, Dropout, Forward, KeysValues, Paged, Scores, Tree};
+use suanpan_cuda::attention::forward::{
+    Bias, Dropout, Forward, KeysValues, Paged, SPLITS_MAX, Scores, Splits, Tree, partial_bytes,
+};
 use suanpan_cuda::driver::Gpu;
 use suanpan_cuda::testing::{Buffer, Errors, Rng, from_bits, parallel_rows, reference_scores};
 use suanpan_cuda::{Dtype, Error};
@@ -26,6 +28,8 @@ struct Case {
     bias: Option<bool>,
     dropout: Option<f32>,
     page_size: Option<usize>,
+    pack_gqa: bool,
+    splits: u32,
     heads: (usize, usize), // query, key
     lens: Vec<(usize, usize)>,
 }
@@ -189,7 +193,10 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
     o.fill(gpu, 0x7fff_7fff)?;
     let lse = Buffer::new(gpu, total_q * c.heads.0 * 4)?;
     lse.fill(gpu, 0x7fc0_0000)?;
-    let counter = Buffer::from_slice(gpu, &[0u32; 2])?;
+    let counter = Buffer::from_slice(gpu, &[0u32; 2 * SPLITS_MAX as usize])?;
+    let rows = (total_q * c.heads.0) as u64;
+    let partial = Buffer::new(gpu, partial_bytes(c.splits, rows, c.dims.1 as u32) as usize)?;
+    partial.fill(gpu, 0x7fc0_0000)?;
     let f = Forward {
         q: x.q.operand(&q),
         kv,
@@ -222,6 +229,8 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
         },
         tree: c.tree.then_some(Tree { bits: tree.address, words: x.words as u32 }),
         softmax_scale: 1.0 / (c.dims.0 as f32).sqrt(),
+        pack_gqa: c.pack_gqa,
+        splits: (c.splits > 1).then_some(Splits { count: c.splits, partial: partial.address }),
     };
     // SAFETY: the buffers cover the shapes and live past the synchronisation.
     unsafe { f.launch(gpu)? };
@@ -290,6 +299,8 @@ fn cases(dtype: Dtype, dims: (usize, usize)) -> Vec<Case> {
         bias: None,
         dropout: None,
         page_size: None,
+        pack_gqa: false,
+        splits: 1,
         heads: (4, 2),
         lens,
     };
@@ -348,6 +359,63 @@ fn test_bits(gpu: &Gpu, report: &mut Report, plain: &Case) -> Result<(), Error> 
     Ok(())
 }
 
+/// Tiles of (token, head of a group) give every row the bits of tiles of one head.
+fn test_packed_heads(
+    gpu: &Gpu,
+    report: &mut Report,
+    dtype: Dtype,
+    dims: (usize, usize),
+) -> Result<(), Error> {
+    let differs = |c: &Case| c.alibi || c.sinks || c.bias.is_some() || c.dropout.is_some();
+    for heads in [(8, 2), (16, 1), (64, 1), (6, 3)] {
+        for (n, c) in cases(dtype, dims).into_iter().filter(|c| !differs(c)).enumerate() {
+            let c = Case { heads, lens: c.lens.iter().map(|l| (l.0.min(120), l.1)).collect(), ..c };
+            let x = c.inputs(7000 + n as u64);
+            let (apart, packed) = (run(gpu, &c, &x)?, run(gpu, &Case { pack_gqa: true, ..c.clone() }, &x)?);
+            let name = format!(
+                "forward {} d{}/{} {} heads packed by {}",
+                dtype.name(),
+                dims.0,
+                dims.1,
+                c.name,
+                heads.0 / heads.1
+            );
+            report.line(
+                packed.o == apart.o && packed.lse == apart.lse,
+                &format!("{name}: same bits"),
+                String::new(),
+            );
+            if heads == (8, 2) {
+                report.errors(&name, &check(&c, &x, &packed));
+            }
+        }
+    }
+    let c = Case { pack_gqa: true, heads: (6, 2), ..cases(dtype, dims)[0].clone() };
+    let refused = run(gpu, &c, &c.inputs(1)).err().map_or(String::new(), |e| e.to_string());
+    report.line(refused.contains("pack_gqa"), "forward refuses to pack three heads", refused);
+    Ok(())
+}
+
+/// Keys in parts, more parts than some rows have key tiles; heads packed where they can be.
+fn test_splits(gpu: &Gpu, report: &mut Report, dtype: Dtype, dims: (usize, usize)) -> Result<(), Error> {
+    for (n, c) in cases(dtype, dims).into_iter().enumerate() {
+        let x = c.inputs(9000 + n as u64);
+        let differs = c.alibi || c.sinks || c.bias.is_some() || c.dropout.is_some();
+        for splits in [2, 7, SPLITS_MAX] {
+            let c = Case { splits, pack_gqa: !differs, ..c.clone() };
+            let out = run(gpu, &c, &x)?;
+            let name =
+                format!("forward {} d{}/{} {}, keys in {splits} parts", dtype.name(), dims.0, dims.1, c.name);
+            report.errors(&name, &check(&c, &x, &out));
+            let again = run(gpu, &c, &x)?;
+            if again.o != out.o || again.lse != out.lse {
+                report.line(false, &format!("{name}: the same bits again"), String::new());
+            }
+        }
+    }
+    Ok(())
+}
+
 pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
     for dims in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
         for dtype in [Dtype::Bf16, Dtype::Fp16] {
@@ -358,6 +426,8 @@ pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
                 report.errors(&name, &check(c, &x, &out));
             }
         }
+        test_packed_heads(gpu, report, Dtype::Bf16, dims)?;
+        test_splits(gpu, report, if dims.0 == 128 { Dtype::Fp16 } else { Dtype::Bf16 }, dims)?;
         let all = cases(Dtype::Bf16, dims);
         test_bits(
             gpu,

@@ -102,6 +102,8 @@ fn run_forward(gpu: &Gpu, c: &Case, q: &Tensor, k: &Tensor, v: &Tensor) -> Resul
         scores: Scores::default(),
         tree: None,
         softmax_scale: 1.0 / (c.dim as f32).sqrt(),
+        pack_gqa: false,
+        splits: None,
     };
     // SAFETY: the buffers cover the shapes and live past the synchronisation.
     unsafe { f.launch(gpu)? };
@@ -286,6 +288,8 @@ fn test_forward_far_offsets(gpu: &Gpu, report: &mut Report) -> Result<(), Error>
         scores: Scores::default(),
         tree: None,
         softmax_scale: 1.0 / (dim as f32).sqrt(),
+        pack_gqa: false,
+        splits: None,
     };
     // SAFETY: every operand lies inside `big`, which outlives the synchronisation.
     unsafe { f.launch(gpu)? };

@@ -1,7 +1,8 @@
-//! Forward over e4m3: head dims, masks, GQA, ragged lengths, empty rows, scales, long sums, invariances.
+//! Forward over e4m3: head dims, masks, GQA, ragged lengths, empty rows, scales of heads and of pages, long sums, invariances.
 use suanpan_base::{Mask, SeqLen};
 use suanpan_cuda::attention::Operand;
-use suanpan_cuda::attention::forward::{Forward, KeysValues, Scores};
+use suanpan_cuda::attention::decode::{Pages, Scales};
+use suanpan_cuda::attention::forward::{Forward, KeysValues, Paged, Scores};
 use suanpan_cuda::attention::forward_fp8::ForwardFp8;
 use suanpan_cuda::driver::Gpu;
 use suanpan_cuda::testing::{
@@ -19,6 +20,7 @@ struct Case {
     heads: (usize, usize), // query, key
     lens: Vec<(usize, usize)>,
     scaled: bool,
+    page_size: Option<usize>,
 }
 
 /// `[tokens, heads, dim]` with a gap of 16 poisoned bytes after each token.
@@ -54,29 +56,104 @@ struct Inputs {
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scales: [Vec<f32>; 3], // [batch, num_kv_heads] of q, k, v
+    scales: [Vec<f32>; 3], // of q, k, v: [batch, num_kv_heads], k's and v's over pages [num_pages, num_kv_heads]
+    ids: Vec<Vec<usize>>,  // pages of each sequence
+}
+
+impl Inputs {
+    /// Scale of q, k or v for the keys at `token` of sequence `b`.
+    fn scale(&self, c: &Case, which: usize, (b, token): (usize, usize), kv_head: usize) -> f64 {
+        let outer = match c.page_size {
+            Some(page_size) if which > 0 => self.ids[b][token / page_size],
+            _ => b,
+        };
+        if c.scaled { f64::from(self.scales[which][outer * c.heads.1 + kv_head]) } else { 1.0 }
+    }
 }
 
 fn inputs(c: &Case, seed: u64) -> Inputs {
     let mut rng = Rng::new(seed);
     let (total_q, total_k) = (c.lens.iter().map(|l| l.0).sum(), c.lens.iter().map(|l| l.1).sum());
-    Inputs {
-        q: Tensor::random(&mut rng, total_q, c.heads.0, c.dim),
-        k: Tensor::random(&mut rng, total_k, c.heads.1, c.dim),
-        v: Tensor::random(&mut rng, total_k, c.heads.1, c.dim),
-        scales: [0.7, 1.3, 0.02].map(|around| {
-            (0..c.lens.len() * c.heads.1)
-                .map(|_| around * (1.0 + 0.3 * rng.normal().clamp(-2.0, 2.0)))
-                .collect()
-        }),
+    let (q, k, v) = (
+        Tensor::random(&mut rng, total_q, c.heads.0, c.dim),
+        Tensor::random(&mut rng, total_k, c.heads.1, c.dim),
+        Tensor::random(&mut rng, total_k, c.heads.1, c.dim),
+    );
+    let counts = c.lens.iter().map(|l| c.page_size.map_or(0, |size| l.1.div_ceil(size)));
+    let num_pages = counts.clone().sum::<usize>() + SPARE_PAGES;
+    let mut order: Vec<usize> = (0..num_pages).collect();
+    for i in (1..num_pages).rev() {
+        order.swap(i, rng.below(i + 1));
     }
+    let mut order = order.into_iter();
+    let ids = counts.map(|n| order.by_ref().take(n).collect()).collect();
+    let mut scales = [0.7, 1.3, 0.02].map(|around| {
+        let outer = if c.page_size.is_some() { num_pages } else { c.lens.len() };
+        (0..outer.max(c.lens.len()) * c.heads.1)
+            .map(|_| around * (1.0 + 0.3 * rng.normal().clamp(-2.0, 2.0)))
+            .collect::<Vec<f32>>()
+    });
+    if c.page_size.is_some() {
+        // Pages of V that differ by factors of a hundred, and one in ten of zeros.
+        let factor = |rng: &mut Rng| if rng.below(10) == 0 { 0.0 } else { 0.5f32.powi(rng.below(8) as i32) };
+        scales[2].iter_mut().for_each(|x| *x *= factor(&mut rng));
+    }
+    Inputs { q, k, v, scales, ids }
+}
+
+/// Pages that no sequence has: NaN, with scales of NaN.
+const SPARE_PAGES: usize = 3;
+
+/// K and V in pages on the device, unused rows and pages NaN, and a table whose unused ids are hostile.
+fn paged(gpu: &Gpu, c: &Case, x: &Inputs, scales: [&Buffer; 2]) -> Result<(KeysValues, Vec<Buffer>), Error> {
+    let page_size = c.page_size.unwrap_or(16);
+    let num_pages = x.ids.iter().map(Vec::len).sum::<usize>() + SPARE_PAGES;
+    let (row, cu_k) = (c.heads.1 * c.dim, prefix(c.lens.iter().map(|l| l.1)));
+    let pages_max = x.ids.iter().map(Vec::len).max().unwrap_or(0) + 1;
+    let mut table: Vec<i32> =
+        (0..c.lens.len() * pages_max).map(|i| [-1, i32::MAX, i32::MIN][i % 3]).collect();
+    let mut pool = |x: &Tensor, ids: &[Vec<usize>]| {
+        let mut pool = vec![0x7fu8; num_pages * page_size * row];
+        for (b, ids) in ids.iter().enumerate() {
+            for j in 0..c.lens[b].1 {
+                let from = (cu_k[b] as usize + j) * x.stride();
+                pool[(ids[j / page_size] * page_size + j % page_size) * row..][..row]
+                    .copy_from_slice(&x.bits[from..from + row]);
+                table[b * pages_max + j / page_size] = ids[j / page_size] as i32;
+            }
+        }
+        Buffer::from_slice(gpu, &pool)
+    };
+    let (k, v) = (pool(&x.k, &x.ids)?, pool(&x.v, &x.ids)?);
+    let table = Buffer::from_slice(gpu, &table)?;
+    let pages = |b: &Buffer, scales: &Buffer| Pages {
+        address: b.address,
+        page_stride: (page_size * row) as u64,
+        token_stride: row as u64,
+        head_stride: c.dim as u64,
+        scales: Scales {
+            address: if c.scaled { scales.address } else { 0 },
+            page_stride: c.heads.1 as u64,
+            token_stride: 0,
+            head_stride: 1,
+        },
+    };
+    let paged = Paged {
+        k: pages(&k, scales[0]),
+        v: pages(&v, scales[1]),
+        page_table: table.address,
+        pages_max: pages_max as u32,
+        num_pages: num_pages as u32,
+        page_size: page_size as u32,
+    };
+    Ok((KeysValues::Paged(paged), vec![k, v, table]))
 }
 
 fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
     let (cu_q, cu_k) = (prefix(c.lens.iter().map(|l| l.0)), prefix(c.lens.iter().map(|l| l.1)));
     let (total_q, total_k) = (*cu_q.last().expect("batch") as usize, *cu_k.last().expect("batch") as usize);
     let dev = |x: &Tensor| Buffer::from_slice(gpu, &x.bits);
-    let (q, k, v) = (dev(&x.q)?, dev(&x.k)?, dev(&x.v)?);
+    let q = dev(&x.q)?;
     let (dcq, dck) = (Buffer::from_slice(gpu, &cu_q)?, Buffer::from_slice(gpu, &cu_k)?);
     let o_stride = c.heads.0 * c.dim + 8;
     let o = Buffer::new(gpu, total_q * o_stride * 2)?;
@@ -86,11 +163,17 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
     let counter = Buffer::from_slice(gpu, &[0u32; 2])?;
     let [qs, ks, vs] = [0, 1, 2].map(|i| Buffer::from_slice(gpu, &x.scales[i]));
     let (qs, ks, vs) = (qs?, ks?, vs?);
-    let scale = |b: &Buffer| c.scaled.then_some(b.address);
+    let (kv, _held) = if c.page_size.is_some() {
+        paged(gpu, c, x, [&ks, &vs])?
+    } else {
+        let (k, v) = (dev(&x.k)?, dev(&x.v)?);
+        (KeysValues::Packed { k: x.k.operand(&k), v: x.v.operand(&v) }, vec![k, v])
+    };
+    let packed = c.scaled && c.page_size.is_none();
     let f = ForwardFp8 {
         attention: Forward {
             q: x.q.operand(&q),
-            kv: KeysValues::Packed { k: x.k.operand(&k), v: x.v.operand(&v) },
+            kv,
             o: Operand { address: o.address, token_stride: o_stride as u64, head_stride: c.dim as u64 },
             lse: lse.address,
             counter: counter.address,
@@ -110,10 +193,12 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
             scores: Scores::default(),
             tree: None,
             softmax_scale: 1.0 / (c.dim as f32).sqrt(),
+            pack_gqa: false,
+            splits: None,
         },
-        q_scales: scale(&qs),
-        k_scales: scale(&ks),
-        v_scales: scale(&vs),
+        q_scales: c.scaled.then_some(qs.address),
+        k_scales: packed.then_some(ks.address),
+        v_scales: packed.then_some(vs.address),
         kv_scale_strides: (c.heads.1 as u32, 1),
     };
     // SAFETY: the buffers cover the shapes and live past the synchronisation.
@@ -173,21 +258,20 @@ fn check(c: &Case, x: &Inputs, out: &Output) -> Errors {
     parallel_rows(rows.len(), |n, errors| {
         let (b, i, h) = rows[n];
         let kv = h / (c.heads.0 / c.heads.1);
-        let scale_of =
-            |which: usize| if c.scaled { f64::from(x.scales[which][b * c.heads.1 + kv]) } else { 1.0 };
         let (t, k0) = (cu_q[b] as usize + i, cu_k[b] as usize);
         let keys = c.mask.visible(SeqLen::new(c.lens[b].0, c.lens[b].1), i).run;
-        let factor = f64::from(1.0 / (c.dim as f32).sqrt()) * scale_of(0) * scale_of(1);
+        let of_q = f64::from(1.0 / (c.dim as f32).sqrt()) * x.scale(c, 0, (b, 0), kv);
+        let factor = |j: usize| of_q * x.scale(c, 1, (b, j), kv);
         let q: Vec<f64> = x.q.row(t, h).collect();
         let dot = |j: usize| q.iter().zip(x.k.row(k0 + j, kv)).map(|(a, b)| a * b).sum::<f64>();
-        let scores: Vec<f64> = keys.clone().map(|j| factor * dot(j)).collect();
+        let scores: Vec<f64> = keys.clone().map(|j| factor(j) * dot(j)).collect();
         let values: Vec<Vec<f64>> =
-            keys.map(|j| x.v.row(k0 + j, kv).map(|v| v * scale_of(2)).collect()).collect();
+            keys.map(|j| x.v.row(k0 + j, kv).map(|v| v * x.scale(c, 2, (b, j), kv)).collect()).collect();
         let at = t * stride + h * c.dim;
         let o: Vec<f32> = out.o[at..at + c.dim].iter().map(|x| from_bits(Dtype::Bf16, *x)).collect();
         let row = reference(&scores, &values, c.dim);
         let unsure = c.mask.visible(SeqLen::new(c.lens[b].0, c.lens[b].1), i).run;
-        let unsure = unsure.map(|j| factor * sum_uncertainty(&q, x.k.row(k0 + j, kv))).fold(0.0, f64::max);
+        let unsure = unsure.map(|j| factor(j) * sum_uncertainty(&q, x.k.row(k0 + j, kv))).fold(0.0, f64::max);
         let lse = out.lse[h * total_q + t];
         let close = (f64::from(lse) - row.lse).abs() <= unsure;
         errors.add_row(Dtype::Bf16, &o, if close { row.lse as f32 } else { lse }, &row);
@@ -201,24 +285,30 @@ fn check(c: &Case, x: &Inputs, out: &Output) -> Errors {
 pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
     let ragged = vec![(64, 128), (113, 203), (239, 1), (200, 517), (0, 77), (65, 0), (1, 300), (192, 192)];
     for dim in [128, 256] {
-        for (n, (mask, heads, lens, scaled)) in [
-            (Mask::FULL, (4, 4), vec![(384, 384), (511, 511), (256, 1024)], false),
-            (Mask::CAUSAL, (4, 4), vec![(384, 384), (511, 511), (256, 1024)], true),
-            (Mask::FULL, (6, 2), ragged.clone(), true),
-            (Mask::CAUSAL, (8, 1), ragged.clone(), true),
-            (Mask::CAUSAL, (2, 1), vec![(40, 20_000)], true),
+        let even = vec![(384, 384), (511, 511), (256, 1024)];
+        for (n, (mask, heads, lens, scaled, page_size)) in [
+            (Mask::FULL, (4, 4), even.clone(), false, None),
+            (Mask::CAUSAL, (4, 4), even.clone(), true, None),
+            (Mask::FULL, (6, 2), ragged.clone(), true, None),
+            (Mask::CAUSAL, (8, 1), ragged.clone(), true, None),
+            (Mask::CAUSAL, (2, 1), vec![(40, 20_000)], true, None),
+            (Mask::FULL, (4, 4), even, true, Some(64)),
+            (Mask::CAUSAL, (6, 2), ragged.clone(), true, Some(16)),
+            (Mask::CAUSAL, (8, 1), ragged.clone(), true, Some(48)),
+            (Mask::CAUSAL, (2, 1), vec![(40, 20_000)], true, Some(256)),
         ]
         .into_iter()
         .enumerate()
         {
-            let c = Case { dim, mask, heads, lens, scaled };
+            let c = Case { dim, mask, heads, lens, scaled, page_size };
             let x = inputs(&c, 500 + n as u64);
             let out = run(gpu, &c, &x)?;
             let name = format!(
-                "forward e4m3 d{dim} {mask} {}/{} heads, {} sequences",
+                "forward e4m3 d{dim} {mask} {}/{} heads, {} sequences{}",
                 heads.0,
                 heads.1,
-                c.lens.len()
+                c.lens.len(),
+                page_size.map_or(String::new(), |n| format!(", pages of {n} with scales"))
             );
             report.errors(&name, &check(&c, &x, &out));
             let mut same = true;
@@ -229,14 +319,35 @@ pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
             report.line(same, &format!("{name}: the same bits in 10 runs"), String::new());
         }
         test_alone(gpu, report, dim)?;
+        test_pages(gpu, report, dim)?;
+    }
+    Ok(())
+}
+
+/// Pages without scales give the bits of rows.
+fn test_pages(gpu: &Gpu, report: &mut Report, dim: usize) -> Result<(), Error> {
+    for (mask, page_size) in [(Mask::FULL, 16), (Mask::CAUSAL, 16), (Mask::CAUSAL, 128), (Mask::CAUSAL, 80)] {
+        let lens = vec![(333, 700), (130, 901), (1, 129), (0, 5)];
+        let rows = Case { dim, mask, heads: (4, 2), lens, scaled: false, page_size: None };
+        let want = run(gpu, &rows, &inputs(&rows, 21))?;
+        let pages = Case { page_size: Some(page_size), ..rows };
+        let got = run(gpu, &pages, &inputs(&pages, 21))?;
+        let name = format!("forward e4m3 d{dim} {mask}, pages of {page_size} give the bits of rows");
+        report.line(got.o == want.o && got.lse == want.lse, &name, String::new());
     }
     Ok(())
 }
 
 /// A sequence gives the same bits alone as among others, whatever the others hold.
 fn test_alone(gpu: &Gpu, report: &mut Report, dim: usize) -> Result<(), Error> {
-    let c =
-        Case { dim, mask: Mask::CAUSAL, heads: (4, 2), lens: vec![(333, 700), (130, 901)], scaled: false };
+    let c = Case {
+        dim,
+        mask: Mask::CAUSAL,
+        heads: (4, 2),
+        lens: vec![(333, 700), (130, 901)],
+        scaled: false,
+        page_size: None,
+    };
     let mut x = inputs(&c, 9);
     let row = c.heads.0 * dim + 8;
     let first = run(gpu, &c, &x)?;

@@ -44,11 +44,33 @@ impl Report {
     }
 }
 
+const ALL: &str = "api,forward,features,fp8,decode,fused,latent";
+const USAGE: &str = "usage: suanpan-gpu-tests [--what PART,..] [--small] [--cubin-dir DIR]
+  --what       parts to run, of api,forward,features,fp8,decode,fused,latent (default: all)
+  --small      a few short cases of each kind, for compute-sanitizer
+  --cubin-dir  kernels of the same names from there instead of the embedded ones";
+
+/// What the command line asks for; `None` after a word that it does not know.
+fn options() -> Option<(String, bool, Option<std::path::PathBuf>)> {
+    let (mut what, mut small, mut cubin_dir) = (ALL.to_string(), false, None);
+    let mut args = std::env::args().skip(1);
+    while let Some(arg) = args.next() {
+        match arg.as_str() {
+            "--what" => what = args.next()?,
+            "--small" => small = true,
+            "--cubin-dir" => cubin_dir = Some(args.next()?.into()),
+            _ => return None,
+        }
+    }
+    what.split(',').all(|part| ALL.split(',').any(|known| known == part)).then_some((what, small, cubin_dir))
+}
+
 fn main() -> Result<(), Error> {
-    let option = |name: &str| std::env::args().skip_while(|a| a != name).nth(1);
-    let gpu = Gpu::open(0, option("--cubin-dir").map(Into::into))?;
-    let what = option("--what").unwrap_or("api,forward,features,fp8,decode,fused,latent".into());
-    let small = std::env::args().any(|a| a == "--small");
+    let Some((what, small, cubin_dir)) = options() else {
+        println!("{USAGE}");
+        std::process::exit(2);
+    };
+    let gpu = Gpu::open(0, cubin_dir)?;
     let mut report = Report { failed: 0, run: 0, small };
     if what.contains("api") {
         api::test(&gpu, &mut report)?;
