@@ -18,6 +18,20 @@ use suanpan_ledger::AttnBooks;
 
 const HEADS: HeadShape = HeadShape::new(32, 8, 128);
 
+/// Element type, scales, and whether in the batch-invariant mode. The first is what the others are held against.
+const KINDS: [(DType, ScaleGrain, bool); 10] = [
+    (DType::Bf16, ScaleGrain::None, false),
+    (DType::Bf16, ScaleGrain::None, true),
+    (DType::I8, ScaleGrain::Token, false),
+    (DType::I4, ScaleGrain::Token, false),
+    (DType::I8, ScaleGrain::Head, false),
+    (DType::I4, ScaleGrain::Head, false),
+    (DType::F32, ScaleGrain::None, false),
+    (DType::F16, ScaleGrain::None, false),
+    (DType::E4m3, ScaleGrain::Token, false),
+    (DType::E5m2, ScaleGrain::Token, false),
+];
+
 /// One type with its buffers. Bytes are random; every pattern that is not a number is left out.
 struct Subject {
     dtype: DType,
@@ -159,20 +173,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let q_dtype: DType = args.get(3).map_or(Ok(DType::Bf16), |x| x.parse())?;
     let only: Option<DType> = args.get(5).map(|x| x.parse()).transpose()?;
     let machine = Machine::detect(threads);
-    let all = [
-        (DType::Bf16, ScaleGrain::None, false),
-        (DType::Bf16, ScaleGrain::None, true),
-        (DType::I8, ScaleGrain::Token, false),
-        (DType::I4, ScaleGrain::Token, false),
-        (DType::I8, ScaleGrain::Head, false),
-        (DType::I4, ScaleGrain::Head, false),
-        (DType::F32, ScaleGrain::None, false),
-        (DType::F16, ScaleGrain::None, false),
-        (DType::E4m3, ScaleGrain::Token, false),
-        (DType::E5m2, ScaleGrain::Token, false),
-    ];
     let mut subjects = Vec::new();
-    for kind in all.into_iter().filter(|(d, ..)| only.is_none_or(|o| o == *d || *d == DType::Bf16)) {
+    for kind in KINDS.into_iter().filter(|(d, ..)| only.is_none_or(|o| o == *d || *d == DType::Bf16)) {
         subjects.push(Subject::new(kind, (keys, page), q_dtype, &machine)?);
     }
     let n = HEADS.num_q_heads * HEADS.head_dim_qk;

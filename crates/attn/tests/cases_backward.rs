@@ -50,7 +50,10 @@ fn gradients_of_lengths_zero_and_one_are_left_unwritten_or_crash() {
                     judge_gradients(c, &x, &run_backward_case(c, &x, &m, f32::NAN));
                 }
                 let g = run_backward_case(&one, &single, &m, f32::NAN);
-                assert_eq!(g.dv, single.d_out, "{m}");
+                // Its weight is exp(score - lse): one, but for the roundings of both.
+                let roundings = 2f32.powi(-23) * (1.0 + g.lse[0].abs());
+                let close = g.dv.iter().zip(&single.d_out).all(|(v, o)| (v - o).abs() <= roundings * o.abs());
+                assert!(close, "{m}: {:?} for {:?}", g.dv, single.d_out);
                 assert!(g.dq.iter().chain(&g.dk).all(|&x| x == 0.0), "{m}");
             }
         }
