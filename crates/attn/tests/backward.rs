@@ -313,32 +313,6 @@ fn threads_and_repetition_change_no_bit() {
     }
 }
 
-/// Case C13: many runs beside another load, any number of workers. There is no switch: it is always so.
-#[test]
-fn thirty_backward_runs_on_a_busy_machine_give_the_same_bits() {
-    let c = Case::new(HeadShape::new(8, 8, 64), Mask::CAUSAL, &[(1024, 1024); 2])
-        .dtypes(DType::Bf16, DType::Bf16);
-    let x = Inputs::random(&c, true);
-    let first = run_backward_case(&c, &x, &machine(1), f32::NAN).bits();
-    let done = std::sync::atomic::AtomicBool::new(false);
-    std::thread::scope(|s| {
-        for _ in 0..2 {
-            s.spawn(|| {
-                while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                    std::hint::spin_loop();
-                }
-            });
-        }
-        for run in 0..30 {
-            let threads = [1, 4, 16][run % 3];
-            let g = pool(threads).install(|| run_backward_case(&c, &x, &machine(threads), f32::NAN));
-            let same = g.bits() == first;
-            done.fetch_or(!same || run == 29, std::sync::atomic::Ordering::Relaxed);
-            assert!(same, "run {run} on {threads} threads");
-        }
-    });
-}
-
 /// Lengths of buffers and strides of one small call, to be spoiled one at a time.
 struct Small {
     lens: [usize; 8],
