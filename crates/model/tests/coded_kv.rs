@@ -32,7 +32,7 @@ fn error(exact: &[f32], coded: &[f32]) -> f32 {
 fn logits_over_codes_stay_near_those_over_floats() {
     for name in ["qwen3", "gemma3", "deepseek2-lite", "deepseek2"] {
         let exact = logits(name, DType::F32);
-        for (dtype, most) in [(DType::I8, 0.03), (DType::E4m3, 0.1), (DType::I4, 0.4)] {
+        for (dtype, most) in [(DType::I8, 0.03), (DType::E4m3, 0.1), (DType::I4, 0.5)] {
             let coded = logits(name, dtype);
             let mut errors: Vec<f32> = exact.iter().zip(&coded).map(|(a, b)| error(a, b)).collect();
             errors.sort_by(f32::total_cmp);
