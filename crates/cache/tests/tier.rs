@@ -16,7 +16,7 @@ use suanpan_cache::tier::{
 };
 
 const PAGE: usize = 4;
-const OPTIONS: TierOptions = TierOptions { capacity_bytes: 1 << 30, staging_bytes: 1 << 24 };
+const OPTIONS: TierOptions = TierOptions { capacity_bytes: 1 << 30, staging_bytes: 1 << 24, seconds: || 0.0 };
 
 fn layout(model: u8, dtype: DType) -> Layout {
     let layers = [LayerShape { heads: HeadShape::new(2, 1, 8), dtype }; 2];
@@ -357,7 +357,7 @@ fn host_memory_keeps_what_was_used_last_and_is_believed_no_more_than_a_disk() {
     let mut damaged = objects[0].clone();
     damaged[200] ^= 4;
     store.write(&names[0].digest, &damaged).unwrap();
-    let options = TierOptions { capacity_bytes: 1 << 20, staging_bytes: 1 << 20 };
+    let options = TierOptions { capacity_bytes: 1 << 20, staging_bytes: 1 << 20, ..OPTIONS };
     let tier = Tier::new(layout.clone(), Box::new(store.clone()), options).unwrap();
     assert_eq!(fetch(&tier, &names[..1]).pages.len(), 0);
     until("the damaged object is gone", || tier.books().faults == 1);

@@ -4,6 +4,7 @@
 //! Decides by measured times alone. Whatever goes wrong with a page means that its tokens are computed, as if it had never been stored.
 
 use std::path::Path;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use suanpan_cache::tier::{
@@ -26,6 +27,12 @@ const PROBE_TOKENS: usize = 64;
 const PROBE_EVERY: u32 = 16;
 /// How long a step may wait where there is nothing else to do.
 const IDLE_WAIT: Duration = Duration::from_micros(200);
+
+/// Seconds since the first call.
+fn clock() -> f64 {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed().as_secs_f64()
+}
 
 /// Where pages are kept below the pool, and how many.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -119,7 +126,7 @@ impl Tiers {
             below => Box::new(MemoryStore::new(options.host_bytes, below)),
         };
         let capacity_bytes = if options.folder.is_some() { options.disk_bytes } else { options.host_bytes };
-        let limits = TierOptions { capacity_bytes, staging_bytes: options.staging_bytes };
+        let limits = TierOptions { capacity_bytes, staging_bytes: options.staging_bytes, seconds: clock };
         let mut tiers = Tiers::over(layout, store, limits).map_err(|e| cannot(folder, &e))?;
         tiers.compute.enter(1.0, seconds);
         Ok(tiers)

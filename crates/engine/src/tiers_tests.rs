@@ -48,7 +48,8 @@ impl Store for Slow {
 
 const PAGE: usize = 16;
 const TOKENS: usize = 400;
-const LIMITS: TierOptions = TierOptions { capacity_bytes: 1 << 30, staging_bytes: 1 << 30 };
+const LIMITS: TierOptions =
+    TierOptions { capacity_bytes: 1 << 30, staging_bytes: 1 << 30, seconds: super::clock };
 
 fn spec(key: u64) -> SeqSpec {
     SeqSpec {
