@@ -40,6 +40,8 @@ pub(crate) struct SlotLayout {
     pub sum: usize,
     pub k: usize,
     pub v: usize,
+    /// Transposed keys of the direct kernel's ordered dots, in a batch-invariant plan: k may hold widened rows then.
+    pub panel: usize,
     pub zeros: usize,
     /// Merged outputs and lse of the segments behind, in a batch-invariant plan.
     pub merged: usize,
@@ -82,6 +84,7 @@ impl SlotLayout {
             sum: part(rows * LINE),
             k: part(KEY_BLOCK * dqk),
             v: part(KEY_BLOCK * dv),
+            panel: part(if segments { KEY_BLOCK * dqk } else { 0 }),
             zeros: part(dqk),
             merged: part(if segments { rows * dv } else { 0 }),
             merged_lse: part(if segments { rows } else { 0 }),

@@ -25,7 +25,7 @@ pub(crate) unsafe fn ordered_dots<V: Vector, E: InPlace, const R: usize, const N
     cols: Columns,
 ) {
     let d = t.call.heads.head_dim_qk;
-    // SAFETY: checked offsets, also beside the task's keys; the slot's k holds d rows of a block's keys.
+    // SAFETY: checked offsets, also beside the task's keys; the slot's panel holds d rows of a block's keys.
     unsafe {
         let mut col = cols.from;
         while col < cols.to {
@@ -62,7 +62,7 @@ unsafe fn transpose_keys<V: Vector, E: InPlace, const N: usize>(
     let (first, step, panel) = (col + g * V::LANES, V::LANES * E::PER_LANE, N * V::LANES);
     // SAFETY: forwarded; elements of whole steps exist in every row.
     unsafe {
-        let mut to = w.k.add(g * V::LANES);
+        let mut to = w.panel.add(g * V::LANES);
         let mut x = 0;
         while x < d {
             let mut square = [V::splat(0.0); MAX_LANES];
@@ -103,7 +103,7 @@ unsafe fn multiply<V: Vector, E: InPlace, const R: usize, const N: usize, const 
     // SAFETY: as `ordered_dots`.
     unsafe {
         let q = w.q.add(h.row * w.q_stride).cast_const();
-        let mut k = w.k.cast_const();
+        let mut k = w.panel.cast_const();
         let mut acc = [[V::splat(0.0); M]; R];
         let mut x = 0;
         while x < whole {
