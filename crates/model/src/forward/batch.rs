@@ -178,7 +178,7 @@ pub(super) fn check(batch: &StepBatch, limits: &Limits) -> Result<(), BadArgumen
             // The first new token looks back so far.
             let first = (seq.cached_len + 1).saturating_sub(window) / opts.page_size;
             let pages = (seq.cached_len + seq.extend_len).div_ceil(opts.page_size);
-            check_ids(&format!("window_table[{i}]"), row, first..pages, num_pages)?;
+            check_ids(("window_table", i), row, first..pages, num_pages)?;
         }
         tokens = tokens.saturating_add(seq.extend_len);
     }
@@ -210,12 +210,12 @@ fn check_seq(i: usize, seq: &StepSeq, row: &[u32], limits: &Limits) -> Result<()
         let supported = format!("at least {pages} ids of {} tokens", opts.page_size);
         return Err(BadArgument::new(OP, format!("page_table[{i}]"), asked, supported));
     }
-    check_ids(&format!("page_table[{i}]"), row, 0..pages, limits.num_pages)
+    check_ids(("page_table", i), row, 0..pages, limits.num_pages)
 }
 
 /// Refuses ids of pages that are read or written and that the storage does not have.
 fn check_ids(
-    field: &str,
+    (table, i): (&str, usize),
     row: &[u32],
     mut read: std::ops::Range<usize>,
     num_pages: usize,
@@ -223,7 +223,7 @@ fn check_ids(
     match read.find(|&p| row[p] as usize >= num_pages) {
         Some(p) => {
             let supported = format!("below num_pages = {num_pages}");
-            Err(BadArgument::new(OP, format!("{field}[{p}]"), row[p], supported))
+            Err(BadArgument::new(OP, format!("{table}[{i}][{p}]"), row[p], supported))
         }
         None => Ok(()),
     }
