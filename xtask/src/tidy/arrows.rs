@@ -18,7 +18,11 @@ pub const ALLOWED: &[(&str, &[&str])] = &[
     ("model", &["base", "ledger", "attn", "ops", "cache"]),
     ("engine", &["base", "ledger", "attn", "ops", "cache", "model"]),
     ("server", &["base", "ledger", "attn", "ops", "cache", "model", "engine"]),
-    ("suanpan", &["base", "ledger", "parallel", "cuda", "attn", "ops", "cache", "model", "engine", "server"]),
+    ("eval", &["base", "ledger", "attn", "ops", "cache", "model", "engine"]),
+    (
+        "suanpan",
+        &["base", "ledger", "parallel", "cuda", "attn", "ops", "cache", "model", "engine", "server", "eval"],
+    ),
     ("xtask", &[]),
 ];
 

@@ -1,0 +1,13 @@
+//! Evidence: a maximum length is not a capability. Tasks with known answers, scorers that prove themselves, runs against any
+//! endpoint with their complete conditions, reports.
+//!
+//! The path of one measured answer: [`task::Task::item`] → an endpoint → [`task::Task::score`] → statistics → report. Tasks know no
+//! endpoint and endpoints know no task: [`item`] is what passes between them.
+
+pub mod count;
+pub mod error;
+pub mod item;
+pub mod rng;
+pub mod task;
+
+pub use error::EvalError;
