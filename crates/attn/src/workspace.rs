@@ -38,9 +38,11 @@ pub(crate) struct SlotLayout {
     pub max: usize,
     pub alpha: usize,
     pub sum: usize,
+    /// Sums of rounded weights, in a plan that multiplies pairs.
+    pub rounded: usize,
     pub k: usize,
     pub v: usize,
-    /// Transposed keys of the direct kernel's ordered dots, in a batch-invariant plan: k may hold widened rows then.
+    /// Transposed keys of the direct kernel's ordered dots, in a batch-invariant plan (k may hold widened rows then) or one that multiplies pairs.
     pub panel: usize,
     pub zeros: usize,
     /// Merged outputs and lse of the segments behind, in a batch-invariant plan.
@@ -67,7 +69,7 @@ impl SlotLayout {
         let h = plan.problem.heads;
         let (dqk, dv) = (padded(h.head_dim_qk), padded(h.head_dim_v));
         let rows = plan.max_tile_rows().max(DIRECT_TASK_ROWS).next_multiple_of(TILE_ROWS);
-        let segments = plan.problem.batch_invariant;
+        let (segments, pairs) = (plan.problem.batch_invariant, plan.multiplies_pairs());
         let words = size_of::<usize>() / size_of::<f32>();
         let mut end = 0;
         let mut part = |floats: usize| {
@@ -82,10 +84,11 @@ impl SlotLayout {
             max: part(rows),
             alpha: part(rows),
             sum: part(rows * LINE),
+            rounded: part(if pairs { rows * LINE } else { 0 }),
             k: part(KEY_BLOCK * dqk),
             v: part(KEY_BLOCK * dv),
-            panel: part(if segments { KEY_BLOCK * dqk } else { 0 }),
-            zeros: part(dqk),
+            panel: part(if segments || pairs { KEY_BLOCK * dqk } else { 0 }),
+            zeros: part(dqk.max(dv)),
             merged: part(if segments { rows * dv } else { 0 }),
             merged_lse: part(if segments { rows } else { 0 }),
             scales: part(2 * KEY_BLOCK),
