@@ -1,6 +1,6 @@
 //! Attention on the CPU: one algorithm over a vector trait, an instance per instruction set, chosen once at run time.
 //!
-//! Deliberately no tuning by processor name: only instruction sets and shapes decide.
+//! Deliberately no tuning by processor name: instruction sets and shapes decide; the maker alone says whether bf16 dot products pay (`detect`).
 
 mod ahead;
 #[cfg(target_arch = "x86_64")]

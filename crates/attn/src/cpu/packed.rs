@@ -145,7 +145,12 @@ fn span(t: &Task<'_>, w: &Scratch<'_>, tile: usize, base: usize) -> Option<Span>
 
 /// s = q·Kᵀ for every tile and panel with a visible pair. Panels outside, so that one stays close while tiles stream.
 #[inline(always)]
-unsafe fn scores<V: Vector, P: Products<V>, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, ahead: &mut Ahead, base: usize) {
+unsafe fn scores<V: Vector, P: Products<V>, const N: usize>(
+    t: &Task<'_>,
+    w: &Scratch<'_>,
+    ahead: &mut Ahead,
+    base: usize,
+) {
     let (rows, panel) = (t.rows(), N * V::LANES);
     let steps = t.call.heads.head_dim_qk.div_ceil(P::DEPTH);
     let lines = ahead.lines(2 * (KEY_BLOCK / panel) * rows.div_ceil(TILE_ROWS));
@@ -263,7 +268,13 @@ unsafe fn outputs<V: Vector, P: Products<V>, const N: usize>(
 
 /// The softmax of a tile's rows over the block. Returns the (row, key) pairs that real rows saw.
 #[inline(always)]
-unsafe fn weights<V: Vector, P: Products<V>>(t: &Task<'_>, w: &Scratch<'_>, base: usize, tile: usize, span: Span) -> u64 {
+unsafe fn weights<V: Vector, P: Products<V>>(
+    t: &Task<'_>,
+    w: &Scratch<'_>,
+    base: usize,
+    tile: usize,
+    span: Span,
+) -> u64 {
     let (from, to) = (span.from / V::LANES * V::LANES, span.to.next_multiple_of(V::LANES));
     let (rows, change) = (t.rows(), t.call.plan.problem.scores.change_scores());
     let mut pairs = 0;

@@ -73,8 +73,7 @@ unsafe fn transpose_rows<V: PairDots>(
             let mut square = [V::splat(0.0); MAX_LANES];
             for i in 0..V::LANES {
                 let p = rows[i].add(x);
-                square[i] =
-                    if x + width <= d { V::load_pairs(p) } else { V::load_pairs_partial(p, d - x) };
+                square[i] = if x + width <= d { V::load_pairs(p) } else { V::load_pairs_partial(p, d - x) };
             }
             V::transpose(&mut square);
             each();
@@ -243,14 +242,7 @@ unsafe impl<V: PairDots> Products<V> for Pairs {
     }
 
     #[inline(always)]
-    unsafe fn output_row(
-        w: &Scratch<'_>,
-        v: *const f32,
-        width: usize,
-        row: usize,
-        left: usize,
-        seen: Runs,
-    ) {
+    unsafe fn output_row(w: &Scratch<'_>, v: *const f32, width: usize, row: usize, left: usize, seen: Runs) {
         // SAFETY: within the slot's parts.
         unsafe {
             let alpha = V::splat(*w.alpha.add(row));
@@ -455,10 +447,8 @@ unsafe fn value_columns<V: PairDots, const R: usize, const P: usize, const PARTI
             for r in 0..R {
                 let p = V::splat(*w.s.add(r * KEY_BLOCK + keys));
                 for i in 0..P {
-                    acc[r][i] = (
-                        p.dot_pairs(values[i].0, acc[r][i].0),
-                        p.dot_pairs(values[i].1, acc[r][i].1),
-                    );
+                    acc[r][i] =
+                        (p.dot_pairs(values[i].0, acc[r][i].0), p.dot_pairs(values[i].1, acc[r][i].1));
                 }
             }
         }

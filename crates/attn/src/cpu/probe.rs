@@ -96,7 +96,10 @@ pub(crate) unsafe fn dots<V: super::vector::PairDots>(steps: u64) -> (f32, u64) 
     // SAFETY: forwarded.
     unsafe {
         // Two halves a lane: 1 and 1/4 times 1/4 and 1/4.
-        let (a, b) = (V::splat(black_box(f32::from_bits(0x3e80_3f80))), V::splat(black_box(f32::from_bits(0x3e80_3e80))));
+        let (a, b) = (
+            V::splat(black_box(f32::from_bits(0x3e80_3f80))),
+            V::splat(black_box(f32::from_bits(0x3e80_3e80))),
+        );
         let mut sums = [V::splat(1.0); SUMS];
         for _ in 0..steps {
             for sum in &mut sums {

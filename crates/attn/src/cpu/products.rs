@@ -25,14 +25,7 @@ pub(crate) unsafe trait Products<V: Vector> {
     /// Makes the finished weights `cols` of row `row`, at `s`, ready for their products; sums so far shrank by `alpha`.
     unsafe fn seal(w: &Scratch<'_>, row: usize, s: *mut f32, cols: Columns, alpha: f32);
     /// One row of outputs, columns `left .. left + width`, over exactly the keys that it sees.
-    unsafe fn output_row(
-        w: &Scratch<'_>,
-        v: *const f32,
-        width: usize,
-        row: usize,
-        left: usize,
-        seen: Runs,
-    );
+    unsafe fn output_row(w: &Scratch<'_>, v: *const f32, width: usize, row: usize, left: usize, seen: Runs);
 }
 
 /// Everything is widened to f32.
@@ -84,14 +77,7 @@ unsafe impl<V: Vector> Products<V> for Floats {
     unsafe fn seal(_: &Scratch<'_>, _: usize, _: *mut f32, _: Columns, _: f32) {}
 
     #[inline(always)]
-    unsafe fn output_row(
-        w: &Scratch<'_>,
-        v: *const f32,
-        width: usize,
-        row: usize,
-        left: usize,
-        seen: Runs,
-    ) {
+    unsafe fn output_row(w: &Scratch<'_>, v: *const f32, width: usize, row: usize, left: usize, seen: Runs) {
         // SAFETY: within the slot's parts.
         unsafe {
             let alpha = V::splat(*w.alpha.add(row));

@@ -9,11 +9,11 @@ use suanpan_base::{HeadShape, Mask, Seen, lse};
 pub(crate) use super::buffer::{Dst, Src};
 use super::kv_scales::Scales;
 use super::seen::{Bits, Sight};
+use super::vector::Vector;
 use crate::dropout::Dropout;
 use crate::extras::Extras;
 use crate::plan::{DIRECT_TASK_ROWS, KEY_BLOCK, Plan, Unit};
 use crate::run::{Args, Strides};
-use super::vector::Vector;
 use crate::workspace::TILE_ROWS;
 use crate::workspace::{SlotLayout, Workspace, padded};
 
@@ -353,7 +353,7 @@ impl<'a> Task<'a> {
             let offsets: *mut usize = slot.add(l.offsets).cast();
             Scratch {
                 q: slot.add(l.q),
-                q_stride: padded(heads.head_dim_qk),
+                q_stride: padded(heads.head_dim_qk) / if self.call.plan.multiplies_pairs() { 2 } else { 1 },
                 s: slot.add(l.s),
                 o: slot.add(l.o),
                 o_stride: padded(heads.head_dim_v),

@@ -351,8 +351,7 @@ pub fn machine(threads: usize) -> Machine {
 
 /// Every instruction set that is available, with each kind of dot products beside it and without.
 pub fn machines() -> Vec<Machine> {
-    let mut all: Vec<Machine> =
-        Isa::ALL.into_iter().filter_map(|i| Machine::forced(i, 1).ok()).collect();
+    let mut all: Vec<Machine> = Isa::ALL.into_iter().filter_map(|i| Machine::forced(i, 1).ok()).collect();
     for machine in all.clone() {
         for less in [machine.without_integer_dots(), machine.without_bf16_dots()] {
             if !all.contains(&less) {
