@@ -169,6 +169,7 @@ pub(crate) unsafe trait Vector: Copy + Widen {
 ///
 /// # Safety
 /// As [`Vector`].
+#[cfg(target_arch = "x86_64")]
 pub(crate) unsafe trait PairDots: Vector {
     /// `c + a.0 * b.0 + a.1 * b.1` by lanes, products exact, sums rounded as f32; subnormal numbers count as 0.
     unsafe fn dot_pairs(self, b: Self, c: Self) -> Self;

@@ -38,8 +38,8 @@ unsafe impl PairDots for Zmm {
     unsafe fn dot_pairs(self, b: Zmm, c: Zmm) -> Zmm {
         // SAFETY: as PairDots; the types differ in name only.
         unsafe {
-            let (a, b): (__m512bh, __m512bh) = (std::mem::transmute(self.0), std::mem::transmute(b.0));
-            Zmm(_mm512_dpbf16_ps(c.0, a, b))
+            let as_pairs = |x: __m512| std::mem::transmute::<__m512, __m512bh>(x);
+            Zmm(_mm512_dpbf16_ps(c.0, as_pairs(self.0), as_pairs(b.0)))
         }
     }
     #[inline(always)]
