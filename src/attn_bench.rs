@@ -146,7 +146,13 @@ pub fn run(config: &Config) -> Result<Vec<Row>, BadArgument> {
                 }
             }
         }
-        rows.push(multiply_add(config, &machine));
+        rows.push(multiply_add(config, &machine, DType::F32, &|| {
+            probe::multiply_add(&machine, MULTIPLY_ADDS)
+        }));
+        if machine.bf16_dots() {
+            let dots = || probe::dot_pairs(&machine, MULTIPLY_ADDS).unwrap_or_default();
+            rows.push(multiply_add(config, &machine, DType::Bf16, &dots));
+        }
         if config.decode_keys == 0 {
             return Ok(rows);
         }
@@ -422,8 +428,13 @@ fn time(
     Ok(Row { phase, isa, threads, heads, dtype, kv_dtype, causal, len, page_size, seconds: median(seconds), predicted, error })
 }
 
-/// Multiply-adds on the registers of all threads: the rate that prefill is held against.
-fn multiply_add(config: &Config, machine: &Machine) -> Row {
+/// Multiply-adds of `dtype` on the registers of all threads: the rate that prefill is held against.
+fn multiply_add(
+    config: &Config,
+    machine: &Machine,
+    dtype: DType,
+    probe: &(dyn Fn() -> (f32, u64) + Sync),
+) -> Row {
     let (mut seconds, mut flops) = (Vec::new(), 0);
     for _ in 0..config.repeats.max(1) {
         let start = Instant::now();
@@ -431,14 +442,18 @@ fn multiply_add(config: &Config, machine: &Machine) -> Row {
             .into_par_iter()
             .with_max_len(1)
             .map(|_| {
-                let (kept, flops) = probe::multiply_add(machine, MULTIPLY_ADDS);
+                let (kept, flops) = probe();
                 black_box(kept);
                 flops
             })
             .sum();
         seconds.push(start.elapsed().as_secs_f64());
     }
-    beside("multiply-add", machine, seconds, AttnBooks { flops, ..AttnBooks::default() })
+    Row {
+        dtype,
+        kv_dtype: dtype,
+        ..beside("multiply-add", machine, seconds, AttnBooks { flops, ..AttnBooks::default() })
+    }
 }
 
 /// A row that no attention call is in.

@@ -6,7 +6,7 @@
 use std::fmt;
 
 use suanpan_base::error::checked_product;
-use suanpan_base::{BadArgument, Seen, SeqLen};
+use suanpan_base::{BadArgument, DType, Seen, SeqLen};
 use suanpan_ledger::{AttnBooks, kernel};
 
 use crate::cpu::detect::Machine;
@@ -152,6 +152,14 @@ impl Plan {
     /// What the plan is for.
     pub fn problem(&self) -> &Problem {
         &self.problem
+    }
+
+    /// Whether queries, keys, values and weights are multiplied as pairs of bf16 (sums are f32). Dropout keeps weights in f32: what it
+    /// drops is still part of the sum that outputs are divided by.
+    pub fn multiplies_pairs(&self) -> bool {
+        let p = &self.problem;
+        let all_bf16 = p.q_dtype == DType::Bf16 && p.kv_dtype == DType::Bf16;
+        self.machine.bf16_dots() && all_bf16 && p.scores.dropout.is_none()
     }
 
     /// Products that later code multiplies without checks.

@@ -38,9 +38,12 @@ pub(crate) struct SlotLayout {
     pub max: usize,
     pub alpha: usize,
     pub sum: usize,
+    /// Sums of rounded weights, in a plan that multiplies pairs.
+    pub rounded: usize,
     pub k: usize,
     pub v: usize,
-    /// Transposed keys of the direct kernel's ordered dots, in a batch-invariant plan: k may hold widened rows then.
+    /// Transposed keys of the direct kernel's ordered dots, in a batch-invariant plan, where k may hold widened rows; k itself in one that multiplies
+    /// pairs.
     pub panel: usize,
     pub zeros: usize,
     /// Merged outputs and lse of the segments behind, in a batch-invariant plan.
@@ -67,7 +70,9 @@ impl SlotLayout {
         let h = plan.problem.heads;
         let (dqk, dv) = (padded(h.head_dim_qk), padded(h.head_dim_v));
         let rows = plan.max_tile_rows().max(DIRECT_TASK_ROWS).next_multiple_of(TILE_ROWS);
-        let segments = plan.problem.batch_invariant;
+        let (segments, pairs) = (plan.problem.batch_invariant, plan.multiplies_pairs());
+        // Pairs of numbers take the place of one.
+        let depth = if pairs { 2 } else { 1 };
         let words = size_of::<usize>() / size_of::<f32>();
         let mut end = 0;
         let mut part = |floats: usize| {
@@ -75,17 +80,18 @@ impl SlotLayout {
             end += floats.next_multiple_of(LINE);
             start
         };
-        SlotLayout {
-            q: part(rows * dqk),
+        let mut layout = SlotLayout {
+            q: part(rows * dqk / depth),
             s: part(rows * KEY_BLOCK),
             o: part(rows * dv),
             max: part(rows),
             alpha: part(rows),
             sum: part(rows * LINE),
-            k: part(KEY_BLOCK * dqk),
-            v: part(KEY_BLOCK * dv),
-            panel: part(if segments { KEY_BLOCK * dqk } else { 0 }),
-            zeros: part(dqk),
+            rounded: part(if pairs { rows * LINE } else { 0 }),
+            k: part(KEY_BLOCK * dqk / depth),
+            v: part(KEY_BLOCK * dv / depth),
+            panel: part(if segments && !pairs { KEY_BLOCK * dqk } else { 0 }),
+            zeros: part(dqk.max(dv)),
             merged: part(if segments { rows * dv } else { 0 }),
             merged_lse: part(if segments { rows } else { 0 }),
             scales: part(2 * KEY_BLOCK),
@@ -94,7 +100,12 @@ impl SlotLayout {
             offsets: part(6 * KEY_BLOCK * words),
             // One line between slots keeps neighbours' prefetches apart.
             end: part(LINE),
+        };
+        if pairs {
+            // Nothing is widened, so k is free for it.
+            layout.panel = layout.k;
         }
+        layout
     }
 }
 

@@ -31,10 +31,10 @@ fn within_five_percent(measured: usize, formula: u64, what: &str) {
     assert!((0.95..=1.05).contains(&ratio), "{what}: {measured} bytes held, formula {formula} ({ratio:.3})");
 }
 
-fn tiling(tile_rows: usize, tile_keys: usize) -> Tiling {
+fn tiling(tile_rows: usize, tile_keys: usize, depth: u64) -> Tiling {
     let [threads, tile_rows, tile_keys, n] = [THREADS, tile_rows, tile_keys, TOKENS].map(|x| x as u64);
     // A forward plan splits keys for up to 64 query tokens × splits (its printed rule).
-    Tiling { threads, tile_rows, tile_keys, partial_tokens: 64, seqlen_q: n, seqlen_k: n }
+    Tiling { threads, tile_rows, tile_keys, depth, partial_tokens: 64, seqlen_q: n, seqlen_k: n }
 }
 
 const LIMITS: Limits = Limits { max_seqs: 1, max_total_q: TOKENS, max_seqlen_k: TOKENS };
@@ -43,13 +43,14 @@ fn forward(heads: HeadShape) {
     let q = vec![half::bf16::ONE; TOKENS * heads.num_q_heads * heads.head_dim_qk];
     let kv = vec![half::bf16::ONE; TOKENS * heads.num_kv_heads * heads.head_dim_qk];
     let mut out = vec![half::bf16::ONE; TOKENS * heads.num_q_heads * heads.head_dim_v];
-    let mut rows = 0;
+    let (mut rows, mut depth) = (0, 1);
     let measured = peak_of(|| {
         let problem = Problem { q_dtype: DType::Bf16, kv_dtype: DType::Bf16, ..Problem::new(heads, MASK) };
         let mut plan = Plan::new(&problem, &Machine::detect(THREADS), LIMITS).unwrap();
         let len = SeqLen::new(TOKENS, TOKENS);
         plan.schedule(&[len]).unwrap();
         rows = plan.tile_q_for(len) * heads.group_size();
+        depth = if plan.multiplies_pairs() { 2 } else { 1 };
         let mut ws = Workspace::for_plans(&[&plan]);
         let strides =
             Strides { token: heads.num_kv_heads * heads.head_dim_qk, head: heads.head_dim_qk, page: 0 };
@@ -71,7 +72,7 @@ fn forward(heads: HeadShape) {
         };
         run(&plan, args, &mut ws, &mut [AttnBooks::default()]).unwrap();
     });
-    let formula = forward_extra_bytes(heads, tiling(rows, 128));
+    let formula = forward_extra_bytes(heads, tiling(rows, 128, depth));
     within_five_percent(measured, formula, &format!("forward {heads:?}"));
 }
 
@@ -101,7 +102,7 @@ page_table_stride: 0, out: read(), out_strides: s,
         };
         run_backward(&plan, args, &mut ws, &mut [BackwardBooks::default()]).unwrap();
     });
-    let formula = backward_extra_bytes(heads, q_dtype, tiling(tiles.0, tiles.1));
+    let formula = backward_extra_bytes(heads, q_dtype, tiling(tiles.0, tiles.1, 1));
     within_five_percent(measured, formula, &format!("backward {heads:?} {q_dtype}"));
 }
 

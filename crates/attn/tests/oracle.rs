@@ -231,3 +231,38 @@ fn trees_and_block_masks_agree_with_the_oracle_on_every_instruction_set() {
         }
     }
 }
+
+/// Weights that are rounded for their products are summed as rounded, too: what all values agree on comes back exactly.
+#[test]
+fn equal_values_come_back_exactly_from_bf16() {
+    for machine in machines() {
+        for (q, k) in [(1, 333), (3, 1001), (70, 517)] {
+            let mut c = Case::new(HeadShape::new(4, 2, 64), Mask::CAUSAL, &[(q, k)]);
+            (c.q_dtype, c.kv_dtype) = (DType::Bf16, DType::Bf16);
+            let mut data = Data::random(&c);
+            data.v.fill(-1.375);
+            let got = run_case(&c, &data, &machine, f32::NAN);
+            assert!(got.out.iter().all(|&x| x == -1.375), "{machine}: {c:?}");
+        }
+    }
+}
+
+/// A key pairs up with its neighbour in bf16 products: a neighbour that a row may not see must not reach it, whatever it holds.
+#[test]
+fn a_hidden_neighbour_of_a_visible_key_stays_hidden() {
+    for machine in machines() {
+        for (q, k) in [(1, 6), (1, 7), (9, 9), (40, 301)] {
+            let mut c = Case::new(HeadShape::new(2, 1, 32), Mask::window(2), &[(q, k)]);
+            (c.q_dtype, c.kv_dtype) = (DType::Bf16, DType::Bf16);
+            let mut data = Data::random(&c);
+            let clean = run_case(&c, &data, &machine, f32::NAN);
+            // The last key is seen by the last row alone.
+            data.v[(k - 1) * 32..].fill(f32::NAN);
+            data.k[(k - 1) * 32..].fill(f32::INFINITY);
+            let poisoned = run_case(&c, &data, &machine, f32::NAN);
+            let others = (q - 1) * 2 * 32;
+            assert_eq!(poisoned.out[..others], clean.out[..others], "{machine}: {c:?}");
+            assert!(poisoned.out[others..].iter().all(|x| x.is_nan()), "{machine}: {c:?}");
+        }
+    }
+}

@@ -23,6 +23,8 @@ pub struct Tiling {
     pub tile_rows: u64,
     /// Keys of a key block (forward) or key tile (backward).
     pub tile_keys: u64,
+    /// Numbers that share a float's place in q, K and V of a forward slot: 1, or 2 where bf16 is multiplied as such.
+    pub depth: u64,
     /// Query tokens × splits of keys whose partial results a forward keeps at most; 0 where it never splits keys.
     pub partial_tokens: u64,
     /// Query tokens of the sequence.
@@ -34,14 +36,16 @@ pub struct Tiling {
 /// Bytes that a forward call needs beside q, k, v, out and lse:
 ///
 /// ```text
-/// threads · 4 · (rows · (head_dim_qk + head_dim_v + block + 30) + block · (head_dim_qk + head_dim_v))
+/// threads · 4 · (rows · (head_dim_qk / depth + head_dim_v + block + 14 + 16 depth) + block · (head_dim_qk + head_dim_v) / depth)
 ///   + partial_tokens · num_q_heads · 4 · (head_dim_v + 1) + tasks · 136
 /// ```
-/// rows of a tile with their scores, one block of K and V in f32, partial results of split keys, and the list of tasks: a query tile and
+/// rows of a tile with their scores, one block of K and V in f32 or pairs of bf16, partial results of split keys, and the list of tasks: a query tile and
 /// kv head each.
 pub const fn forward_extra_bytes(heads: HeadShape, t: Tiling) -> u64 {
     let (dqk, dv) = (heads.head_dim_qk as u64, heads.head_dim_v as u64);
-    let slot = t.tile_rows * (dqk + dv + t.tile_keys + FORWARD_ROW) + t.tile_keys * (dqk + dv);
+    // Pairs have a second sum a row: of rounded weights.
+    let row = dqk / t.depth + dv + t.tile_keys + FORWARD_ROW + (t.depth - 1) * LINE;
+    let slot = t.tile_rows * row + t.tile_keys * (dqk + dv) / t.depth;
     let tiles = (t.seqlen_q * heads.group_size() as u64).div_ceil(t.tile_rows);
     let partials = t.partial_tokens * heads.num_q_heads as u64 * FLOAT * (dv + 1);
     t.threads * FLOAT * slot + partials + tiles * heads.num_kv_heads as u64 * FORWARD_TASK
@@ -83,6 +87,7 @@ mod tests {
             threads: 2,
             tile_rows: 384,
             tile_keys: 128,
+            depth: 1,
             partial_tokens: 0,
             seqlen_q: n,
             seqlen_k: n,
@@ -90,6 +95,8 @@ mod tests {
         let bytes = |n| forward_extra_bytes(heads, at(n));
         assert_eq!(bytes(384), 2 * 4 * (384 * (256 + 128 + 30) + 128 * 256) + 8 * 136);
         assert_eq!(bytes(384 * 100) - bytes(384), 99 * 8 * 136);
+        let pairs = forward_extra_bytes(heads, Tiling { depth: 2, ..at(384) });
+        assert_eq!(pairs, 2 * 4 * (384 * (64 + 128 + 128 + 46) + 128 * 128) + 8 * 136);
         let backward = |n| backward_extra_bytes(heads, DType::Bf16, at(n));
         // A row: lse, delta and its sums of dq; a key tile: one task.
         assert_eq!(backward(2 * 384) - backward(384), 384 * 8 * (8 + 512) + 3 * 8 * 32);

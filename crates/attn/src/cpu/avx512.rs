@@ -1,6 +1,7 @@
 //! The AVX-512 instance: sixteen lanes, 6 × 4 register tiles.
 
 pub(crate) mod codes;
+pub(crate) mod pairs;
 mod widen;
 
 use std::arch::x86_64::*;

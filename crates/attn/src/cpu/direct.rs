@@ -61,6 +61,10 @@ pub(crate) unsafe trait Rows<V: Vector>: Elem {
         ahead: &mut Ahead,
         cols: Columns,
     );
+    /// Makes the finished weights `cols` of the row at `s`, which stands at `at` in the slot, ready for their products; sums so far shrank by
+    /// `alpha`.
+    #[inline(always)]
+    unsafe fn seal(_: &Scratch<'_>, _at: usize, _s: *mut f32, _: Columns, _alpha: f32) {}
     /// o = alpha·o + p·v for R rows and keys `keys` of the block.
     unsafe fn values<const R: usize, const N: usize>(
         t: &Task<'_>,
@@ -299,6 +303,7 @@ unsafe fn rows_over_block<V: Vector, E: Rows<V>, const R: usize, const N: usize>
             if t.call.scales.any() {
                 scale_weights::<V>(w, s, cols);
             }
+            E::seal(w, at, s, cols, *w.alpha.add(at));
         }
         for run in Runs(bits) {
             E::values::<R, N>(t, w, h, ahead, (run.start, run.end));
@@ -498,7 +503,7 @@ unsafe fn finish<V: Vector, E: Rows<V>>(t: &Task<'_>, w: &Scratch<'_>, first: us
                 t.write(row, ordered, *w.merged_lse.add(at));
                 continue;
             }
-            t.emit(row, ordered, *w.max.add(at), V::load(w.sum.add(at * V::LANES)).reduce_add());
+            t.emit(row, ordered, *w.max.add(at), w.weight::<V>(t, at));
         }
     }
 }

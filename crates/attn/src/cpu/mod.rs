@@ -1,6 +1,6 @@
 //! Attention on the CPU: one algorithm over a vector trait, an instance per instruction set, chosen once at run time.
 //!
-//! Deliberately no tuning by processor name: only instruction sets and shapes decide.
+//! Deliberately no tuning by processor name: instruction sets and shapes decide; the maker alone says whether bf16 dot products pay (`detect`).
 
 mod ahead;
 #[cfg(target_arch = "x86_64")]
@@ -18,8 +18,11 @@ mod neon;
 mod ordered;
 mod pack;
 mod packed;
+#[cfg(target_arch = "x86_64")]
+mod pairs;
 mod portable;
 pub mod probe;
+mod products;
 mod scores;
 pub(crate) mod seen;
 mod segment;
@@ -33,6 +36,7 @@ use half::bf16;
 use crate::plan::Kernel;
 use detect::Isa;
 use direct::Kv;
+use products::Floats;
 use task::{Counts, Src, Task};
 use vector::Vector;
 
@@ -48,6 +52,8 @@ pub(crate) unsafe fn run_task(t: &Task<'_>) -> (Counts, Option<usize>) {
             Isa::Avx512 if t.call.plan.machine.integer_dots() && avx512::codes::fits(t) => {
                 avx512::codes::run(t)
             }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 if t.call.plan.multiplies_pairs() => avx512::pairs::run(t),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => avx512::run(t),
             #[cfg(target_arch = "x86_64")]
@@ -69,7 +75,7 @@ unsafe fn run_with<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Option<u
             (Kernel::Direct, Src::F32(k), Src::F32(v)) => direct::run::<V, f32, N>(t, Kv::InPlace(k, v)),
             (Kernel::Direct, Src::Bf16(k), Src::Bf16(v)) => direct::run::<V, bf16, N>(t, Kv::InPlace(k, v)),
             (Kernel::Direct, ..) => direct::run::<V, f32, N>(t, Kv::Widened),
-            _ => packed::run::<V, N>(t),
+            _ => packed::run::<V, Floats, N>(t),
         }
     }
 }

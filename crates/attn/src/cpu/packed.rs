@@ -11,14 +11,13 @@
 use suanpan_base::Seen;
 
 use super::ahead::{Ahead, FAR, columns, fill_offsets};
-use super::element::Elem;
 use super::kv_scales::{fill, scale_weights};
-use super::pack::{pack_k, pack_v};
+use super::products::Products;
 use super::scores::{change_row, drop_row};
 use super::seen::{Bits, Runs, bits_of, hide, hull};
 use super::segment;
 use super::softmax::{Columns, softmax_row};
-use super::task::{Counts, Scratch, Src, Task};
+use super::task::{Counts, Scratch, Task};
 use super::vector::Vector;
 use crate::plan::KEY_BLOCK;
 use crate::workspace::TILE_ROWS;
@@ -36,11 +35,11 @@ struct Span {
 /// # Safety
 /// As `Call::run_task`, inside an instance of `V`.
 #[inline(always)]
-pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Option<usize>) {
+pub(crate) unsafe fn run<V: Vector, P: Products<V>, const N: usize>(t: &Task<'_>) -> (Counts, Option<usize>) {
     // SAFETY: forwarded; every pointer below stays inside its part of the slot.
     unsafe {
         let mut w = t.scratch();
-        start::<V>(t, &mut w);
+        start::<V, P>(t, &mut w);
         let (mut counts, mut block) = (Counts::default(), t.first_block());
         let mut next_task = if block.is_none() { t.queue.take() } else { None };
         if let Some(base) = block {
@@ -58,10 +57,10 @@ pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Op
             if look_up(t, &mut w, base) {
                 let scales = fill::<V>(t, &w, base);
                 counts.scales += scales.runs;
-                let finite = load_block::<V, N>(t, &w, columns(t, base)) && scales.finite;
+                let finite = P::load_block::<N>(t, &w, columns(t, base)) && scales.finite;
                 counts.keys += t.pieces(base).map(|piece| piece.len() as u64).iter().sum::<u64>();
-                scores::<V, N>(t, &w, &mut ahead, base);
-                counts.pairs += outputs::<V, N>(t, &w, &mut ahead, base, finite);
+                scores::<V, P, N>(t, &w, &mut ahead, base);
+                counts.pairs += outputs::<V, P, N>(t, &w, &mut ahead, base, finite);
             }
             std::mem::swap(&mut w.k_off, &mut w.k_next);
             std::mem::swap(&mut w.v_off, &mut w.v_next);
@@ -76,18 +75,18 @@ pub(crate) unsafe fn run<V: Vector, const N: usize>(t: &Task<'_>) -> (Counts, Op
 
 /// Packs the queries (zeros in padding rows), clears the state and looks up what each row sees.
 #[inline(always)]
-unsafe fn start<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>) {
+unsafe fn start<V: Vector, P: Products<V>>(t: &Task<'_>, w: &mut Scratch<'_>) {
     let (rows, padded) = (t.rows(), t.rows().next_multiple_of(TILE_ROWS));
-    let d = t.call.heads.head_dim_qk;
+    let steps = t.call.heads.head_dim_qk.div_ceil(P::DEPTH);
     // SAFETY: the slot's parts hold `padded` rows.
     unsafe {
         for row in 0..padded {
-            let dst = w.q.add(row / TILE_ROWS * TILE_ROWS * d + row % TILE_ROWS);
+            let dst = w.q.add(row / TILE_ROWS * TILE_ROWS * steps + row % TILE_ROWS);
             if row < rows {
-                t.load_query(row, dst, TILE_ROWS);
+                P::load_query(t, row, dst);
                 w.visible[row] = t.visible(row);
             } else {
-                (0..d).for_each(|i| *dst.add(i * TILE_ROWS) = 0.0);
+                (0..steps).for_each(|i| *dst.add(i * TILE_ROWS) = 0.0);
                 // An empty range where the last real row ends keeps starts and ends in order.
                 let Seen { head, run } = w.visible[rows - 1].clone();
                 w.visible[row] = Seen { head, run: run.end..run.end };
@@ -96,9 +95,12 @@ unsafe fn start<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>) {
         }
         t.start_segments(w, 0);
         std::ptr::write_bytes(w.sum, 0, padded * V::LANES);
+        if t.call.plan.multiplies_pairs() {
+            std::ptr::write_bytes(w.rounded, 0, padded * V::LANES);
+        }
         std::ptr::write_bytes(w.o, 0, padded * w.o_stride);
-        // One row of zero bytes serves all element types.
-        std::ptr::write_bytes(w.zeros, 0, d);
+        // One row of zero bytes serves all element types, of keys and of values.
+        std::ptr::write_bytes(w.zeros, 0, t.call.heads.head_dim_qk.max(t.call.heads.head_dim_v));
     }
 }
 
@@ -125,45 +127,6 @@ fn look_up(t: &Task<'_>, w: &mut Scratch<'_>, base: usize) -> bool {
     some != 0 || !narrowed
 }
 
-/// Packs the keys of columns `cols` and their values. Returns true when every value is finite.
-#[inline(always)]
-unsafe fn load_block<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, cols: (usize, usize)) -> bool {
-    // SAFETY: checked offsets; the slot's parts hold a block.
-    unsafe {
-        match t.call.k {
-            Src::F32(k) => pack_k_block::<V, f32, N>(t, w, k, cols),
-            Src::Bf16(k) => pack_k_block::<V, half::bf16, N>(t, w, k, cols),
-            Src::F16(k) => pack_k_block::<V, half::f16, N>(t, w, k, cols),
-            Src::E4m3(k) => pack_k_block::<V, _, N>(t, w, k, cols),
-            Src::E5m2(k) => pack_k_block::<V, _, N>(t, w, k, cols),
-            Src::I8(k) => pack_k_block::<V, i8, N>(t, w, k, cols),
-            Src::I4(k) => pack_k_block::<V, _, N>(t, w, k, cols),
-        }
-        let d = t.call.heads.head_dim_v;
-        match t.call.v {
-            Src::F32(v) => pack_v::<V, f32, N>(v, w.v_off, cols, d, w.v),
-            Src::Bf16(v) => pack_v::<V, half::bf16, N>(v, w.v_off, cols, d, w.v),
-            Src::F16(v) => pack_v::<V, half::f16, N>(v, w.v_off, cols, d, w.v),
-            Src::E4m3(v) => pack_v::<V, _, N>(v, w.v_off, cols, d, w.v),
-            Src::E5m2(v) => pack_v::<V, _, N>(v, w.v_off, cols, d, w.v),
-            Src::I8(v) => pack_v::<V, i8, N>(v, w.v_off, cols, d, w.v),
-            Src::I4(v) => pack_v::<V, _, N>(v, w.v_off, cols, d, w.v),
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn pack_k_block<V: Vector, E: Elem, const N: usize>(
-    t: &Task<'_>,
-    w: &Scratch<'_>,
-    k: *const E,
-    cols: (usize, usize),
-) {
-    let d = t.call.heads.head_dim_qk;
-    // SAFETY: forwarded.
-    unsafe { pack_k::<V, E>(k, w.k_off, cols, d, N * V::LANES, w.zeros.cast(), w.k) }
-}
-
 /// The columns of the block at `base` that the rows of tile `tile` see; `None` when they see none.
 #[inline(always)]
 fn span(t: &Task<'_>, w: &Scratch<'_>, tile: usize, base: usize) -> Option<Span> {
@@ -182,8 +145,14 @@ fn span(t: &Task<'_>, w: &Scratch<'_>, tile: usize, base: usize) -> Option<Span>
 
 /// s = q·Kᵀ for every tile and panel with a visible pair. Panels outside, so that one stays close while tiles stream.
 #[inline(always)]
-unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, ahead: &mut Ahead, base: usize) {
-    let (rows, d, panel) = (t.rows(), t.call.heads.head_dim_qk, N * V::LANES);
+unsafe fn scores<V: Vector, P: Products<V>, const N: usize>(
+    t: &Task<'_>,
+    w: &Scratch<'_>,
+    ahead: &mut Ahead,
+    base: usize,
+) {
+    let (rows, panel) = (t.rows(), N * V::LANES);
+    let steps = t.call.heads.head_dim_qk.div_ceil(P::DEPTH);
     let lines = ahead.lines(2 * (KEY_BLOCK / panel) * rows.div_ceil(TILE_ROWS));
     let mut left = 0;
     while left < KEY_BLOCK {
@@ -195,15 +164,15 @@ unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, ahead
             ahead.ask::<V, FAR>(lines);
             // SAFETY: within the slot's parts.
             unsafe {
-                let q = w.q.add(tile * TILE_ROWS * d);
-                let k = w.k.add(left * d);
+                let q = w.q.add(tile * TILE_ROWS * steps);
+                let k = w.k.add(left * steps);
                 let s = w.s.add(tile * TILE_ROWS * KEY_BLOCK + left);
                 let scales = w.k_scales.add(left);
                 match (span.to - left).min(panel).div_ceil(V::LANES) {
-                    1 => score_tile::<V, 1>(q, k, panel, d, s, scales),
-                    2 if N > 2 => score_tile::<V, 2>(q, k, panel, d, s, scales),
-                    3 if N > 3 => score_tile::<V, 3>(q, k, panel, d, s, scales),
-                    _ => score_tile::<V, N>(q, k, panel, d, s, scales),
+                    1 => score_tile::<V, P, 1>(q, k, panel, steps, s, scales),
+                    2 if N > 2 => score_tile::<V, P, 2>(q, k, panel, steps, s, scales),
+                    3 if N > 3 => score_tile::<V, P, 3>(q, k, panel, steps, s, scales),
+                    _ => score_tile::<V, P, N>(q, k, panel, steps, s, scales),
                 }
             }
         }
@@ -213,18 +182,18 @@ unsafe fn scores<V: Vector, const N: usize>(t: &Task<'_>, w: &Scratch<'_>, ahead
 
 /// 6 rows × M vectors of scores.
 #[inline(always)]
-unsafe fn score_tile<V: Vector, const M: usize>(
+unsafe fn score_tile<V: Vector, P: Products<V>, const M: usize>(
     mut q: *const f32,
     mut k: *const f32,
     k_stride: usize,
-    d: usize,
+    steps: usize,
     s: *mut f32,
     scales: *const f32,
 ) {
-    // SAFETY: q holds [d][6], k [d][k_stride], s 6 rows of KEY_BLOCK, scales M vectors.
+    // SAFETY: q holds [steps][6], k [steps][k_stride], s 6 rows of KEY_BLOCK, scales M vectors.
     unsafe {
         let mut acc = [[V::splat(0.0); M]; TILE_ROWS];
-        for _ in 0..d {
+        for _ in 0..steps {
             let mut b = [V::splat(0.0); M];
             for m in 0..M {
                 b[m] = V::load(k.add(m * V::LANES));
@@ -232,7 +201,7 @@ unsafe fn score_tile<V: Vector, const M: usize>(
             for r in 0..TILE_ROWS {
                 let a = V::splat(*q.add(r));
                 for m in 0..M {
-                    acc[r][m] = a.fma(b[m], acc[r][m]);
+                    acc[r][m] = P::multiply_add(a, b[m], acc[r][m]);
                 }
             }
             q = q.add(TILE_ROWS);
@@ -254,7 +223,7 @@ unsafe fn score_tile<V: Vector, const M: usize>(
 ///
 /// A tile's weights are made just before its first panel uses them. `finite`: no value of the block is NaN or infinite.
 #[inline(always)]
-unsafe fn outputs<V: Vector, const N: usize>(
+unsafe fn outputs<V: Vector, P: Products<V>, const N: usize>(
     t: &Task<'_>,
     w: &Scratch<'_>,
     ahead: &mut Ahead,
@@ -273,22 +242,22 @@ unsafe fn outputs<V: Vector, const N: usize>(
             // SAFETY: within the slot's parts.
             unsafe {
                 if left == 0 {
-                    pairs += weights::<V>(t, w, base, tile, span);
+                    pairs += weights::<V, P>(t, w, base, tile, span);
                 }
-                let v = w.v.add(left * KEY_BLOCK);
+                let v = w.v.add(left * (KEY_BLOCK / P::DEPTH));
                 if !finite && !span.all_visible {
                     // A weight of 0 must not let a value that this row may not see through: 0 · NaN is NaN.
                     for row in tile * TILE_ROWS..(tile + 1) * TILE_ROWS {
                         let seen = row_runs(w, row, base);
-                        output_row::<V>(w, v, width, row, left, seen);
+                        P::output_row(w, v, width, row, left, seen);
                     }
                     continue;
                 }
                 match width / V::LANES {
-                    1 => output_tile::<V, 1>(w, v, tile, left, span),
-                    2 if N > 2 => output_tile::<V, 2>(w, v, tile, left, span),
-                    3 if N > 3 => output_tile::<V, 3>(w, v, tile, left, span),
-                    _ => output_tile::<V, N>(w, v, tile, left, span),
+                    1 => output_tile::<V, P, 1>(w, v, tile, left, span),
+                    2 if N > 2 => output_tile::<V, P, 2>(w, v, tile, left, span),
+                    3 if N > 3 => output_tile::<V, P, 3>(w, v, tile, left, span),
+                    _ => output_tile::<V, P, N>(w, v, tile, left, span),
                 }
             }
         }
@@ -299,7 +268,13 @@ unsafe fn outputs<V: Vector, const N: usize>(
 
 /// The softmax of a tile's rows over the block. Returns the (row, key) pairs that real rows saw.
 #[inline(always)]
-unsafe fn weights<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, base: usize, tile: usize, span: Span) -> u64 {
+unsafe fn weights<V: Vector, P: Products<V>>(
+    t: &Task<'_>,
+    w: &Scratch<'_>,
+    base: usize,
+    tile: usize,
+    span: Span,
+) -> u64 {
     let (from, to) = (span.from / V::LANES * V::LANES, span.to.next_multiple_of(V::LANES));
     let (rows, change) = (t.rows(), t.call.plan.problem.scores.change_scores());
     let mut pairs = 0;
@@ -327,6 +302,7 @@ unsafe fn weights<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, base: usize, tile: u
             if t.call.scales.any() {
                 scale_weights::<V>(w, s, cols);
             }
+            P::seal(w, row, s, cols, *w.alpha.add(row));
         }
         if row < rows {
             pairs += if by_bits { u64::from(w.bits[row].count_ones()) } else { seen.len() as u64 };
@@ -343,7 +319,7 @@ fn row_runs(w: &Scratch<'_>, row: usize, base: usize) -> Runs {
 
 /// 6 rows × M vectors of outputs.
 #[inline(always)]
-unsafe fn output_tile<V: Vector, const M: usize>(
+unsafe fn output_tile<V: Vector, P: Products<V>, const M: usize>(
     w: &Scratch<'_>,
     v: *const f32,
     tile: usize,
@@ -367,9 +343,10 @@ unsafe fn output_tile<V: Vector, const M: usize>(
                 V::prefetch_near(o.add((TILE_ROWS + r) * w.o_stride + m * V::LANES).cast());
             }
         }
-        let mut p = w.s.add(tile * TILE_ROWS * KEY_BLOCK + span.from).cast_const();
-        let mut v = v.add(span.from * M * V::LANES);
-        for _ in span.from..span.to {
+        let (first, end) = (span.from / P::DEPTH, span.to.div_ceil(P::DEPTH));
+        let mut p = w.s.add(tile * TILE_ROWS * KEY_BLOCK + first).cast_const();
+        let mut v = v.add(first * M * V::LANES);
+        for _ in first..end {
             let mut b = [V::splat(0.0); M];
             for m in 0..M {
                 b[m] = V::load(v.add(m * V::LANES));
@@ -377,7 +354,7 @@ unsafe fn output_tile<V: Vector, const M: usize>(
             for r in 0..TILE_ROWS {
                 let a = V::splat(*p.add(r * KEY_BLOCK));
                 for m in 0..M {
-                    acc[r][m] = a.fma(b[m], acc[r][m]);
+                    acc[r][m] = P::multiply_add(a, b[m], acc[r][m]);
                 }
             }
             p = p.add(1);
@@ -387,32 +364,6 @@ unsafe fn output_tile<V: Vector, const M: usize>(
             for m in 0..M {
                 acc[r][m].store(o.add(r * w.o_stride + m * V::LANES));
             }
-        }
-    }
-}
-
-/// One row of outputs over exactly the keys that it sees.
-#[inline(always)]
-unsafe fn output_row<V: Vector>(
-    w: &Scratch<'_>,
-    v: *const f32,
-    width: usize,
-    row: usize,
-    left: usize,
-    seen: Runs,
-) {
-    // SAFETY: within the slot's parts.
-    unsafe {
-        let alpha = V::splat(*w.alpha.add(row));
-        let mut x = 0;
-        while x < width {
-            let o = w.o.add(row * w.o_stride + left + x);
-            let mut acc = V::load(o).mul(alpha);
-            for key in Runs(seen.0).flatten() {
-                acc = V::splat(*w.s.add(row * KEY_BLOCK + key)).fma(V::load(v.add(key * width + x)), acc);
-            }
-            acc.store(o);
-            x += V::LANES;
         }
     }
 }
@@ -429,7 +380,7 @@ unsafe fn finish<V: Vector>(t: &Task<'_>, w: &Scratch<'_>) {
                 t.write(row, o, *w.merged_lse.add(row));
             } else {
                 let o = std::slice::from_raw_parts_mut(w.o.add(row * w.o_stride), d);
-                t.emit(row, o, *w.max.add(row), V::load(w.sum.add(row * V::LANES)).reduce_add());
+                t.emit(row, o, *w.max.add(row), w.weight::<V>(t, row));
             }
         }
     }

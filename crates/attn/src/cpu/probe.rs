@@ -30,6 +30,16 @@ pub fn multiply_add(machine: &Machine, steps: u64) -> (f32, u64) {
     run(machine, Probe::MultiplyAdd(steps))
 }
 
+/// The same of pairs of bf16; nothing where the machine does not multiply them.
+pub fn dot_pairs(machine: &Machine, steps: u64) -> Option<(f32, u64)> {
+    match machine.isa() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `Machine` only holds what is available.
+        Isa::Avx512 if machine.bf16_dots() => Some(unsafe { super::avx512::pairs::probe(steps) }),
+        _ => None,
+    }
+}
+
 fn run(machine: &Machine, probe: Probe<'_>) -> (f32, u64) {
     // SAFETY: `Machine` only holds an instruction set that is available.
     unsafe {
@@ -73,6 +83,30 @@ unsafe fn multiply_adds<V: Vector>(steps: u64) -> (f32, u64) {
             }
         }
         (sums.iter().map(|x| x.reduce_add()).sum(), steps * (2 * SUMS * V::LANES) as u64)
+    }
+}
+
+/// `steps` rounds of dot products of pairs.
+///
+/// # Safety
+/// As `Vector`.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(crate) unsafe fn dots<V: super::vector::PairDots>(steps: u64) -> (f32, u64) {
+    // SAFETY: forwarded.
+    unsafe {
+        // Two halves a lane: 1 and 1/4 times 1/4 and 1/4.
+        let (a, b) = (
+            V::splat(black_box(f32::from_bits(0x3e80_3f80))),
+            V::splat(black_box(f32::from_bits(0x3e80_3e80))),
+        );
+        let mut sums = [V::splat(1.0); SUMS];
+        for _ in 0..steps {
+            for sum in &mut sums {
+                *sum = a.dot_pairs(b, *sum);
+            }
+        }
+        (sums.iter().map(|x| x.reduce_add()).sum(), steps * (4 * SUMS * V::LANES) as u64)
     }
 }
 

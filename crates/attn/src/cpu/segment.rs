@@ -44,12 +44,11 @@ pub(crate) unsafe fn close<V: Vector>(t: &Task<'_>, w: &Scratch<'_>, first: usiz
             // Whole padded rows: the order of elements within one is the kernel's.
             let o = std::slice::from_raw_parts_mut(w.o.add(at * w.o_stride), w.o_stride);
             let merged = std::slice::from_raw_parts_mut(w.merged.add(at * w.o_stride), w.o_stride);
-            let sum = w.sum.add(at * V::LANES);
-            let lse = t.settle(row, o, *w.max.add(at), V::load(sum).reduce_add());
+            let lse = t.settle(row, o, *w.max.add(at), w.weight::<V>(t, at));
             merge_into(merged, &mut *w.merged_lse.add(at), o, lse);
             o.fill(0.0);
             *w.max.add(at) = f32::NEG_INFINITY;
-            V::splat(0.0).store(sum);
+            w.clear_weight::<V>(t, at);
         }
     }
 }

@@ -3,11 +3,13 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
+use half::bf16;
 use suanpan_base::{HeadShape, Mask, Seen, lse};
 
 pub(crate) use super::buffer::{Dst, Src};
 use super::kv_scales::Scales;
 use super::seen::{Bits, Sight};
+use super::vector::Vector;
 use crate::dropout::Dropout;
 use crate::extras::Extras;
 use crate::plan::{DIRECT_TASK_ROWS, KEY_BLOCK, Plan, Unit};
@@ -136,6 +138,8 @@ pub(crate) struct Scratch<'s> {
     pub max: *mut f32,
     pub alpha: *mut f32,
     pub sum: *mut f32,
+    /// Sums of weights as their products round them, by lanes; only in a plan that multiplies pairs.
+    pub rounded: *mut f32,
     pub k: *mut f32,
     pub v: *mut f32,
     pub panel: *mut f32,
@@ -161,7 +165,49 @@ pub(crate) struct Scratch<'s> {
     pub v_wide: &'s mut [usize],
 }
 
+/// The sum of a row's weights.
+#[derive(Clone, Copy)]
+pub(crate) struct Weight {
+    /// Of exact weights: what lse is made of.
+    pub sum: f32,
+    /// Of the weights that multiplied values: what outputs are divided by.
+    pub divisor: f32,
+}
+
 impl Scratch<'_> {
+    /// The weight of the row that stands at `at` in the slot.
+    ///
+    /// # Safety
+    /// As `Vector`; the slot holds the row.
+    #[inline(always)]
+    pub unsafe fn weight<V: Vector>(&self, t: &Task<'_>, at: usize) -> Weight {
+        // SAFETY: forwarded.
+        unsafe {
+            let sum = V::load(self.sum.add(at * V::LANES)).reduce_add();
+            let divisor = if t.call.plan.multiplies_pairs() {
+                V::load(self.rounded.add(at * V::LANES)).reduce_add()
+            } else {
+                sum
+            };
+            Weight { sum, divisor }
+        }
+    }
+
+    /// Sets it to 0.
+    ///
+    /// # Safety
+    /// As [`Scratch::weight`].
+    #[inline(always)]
+    pub unsafe fn clear_weight<V: Vector>(&self, t: &Task<'_>, at: usize) {
+        // SAFETY: forwarded.
+        unsafe {
+            V::splat(0.0).store(self.sum.add(at * V::LANES));
+            if t.call.plan.multiplies_pairs() {
+                V::splat(0.0).store(self.rounded.add(at * V::LANES));
+            }
+        }
+    }
+
     /// Puts the offsets of widened rows in the place of the call's own, or back.
     pub fn swap_wide(&mut self) {
         std::mem::swap(&mut self.k_off, &mut self.k_wide);
@@ -307,13 +353,14 @@ impl<'a> Task<'a> {
             let offsets: *mut usize = slot.add(l.offsets).cast();
             Scratch {
                 q: slot.add(l.q),
-                q_stride: padded(heads.head_dim_qk),
+                q_stride: padded(heads.head_dim_qk) / if self.call.plan.multiplies_pairs() { 2 } else { 1 },
                 s: slot.add(l.s),
                 o: slot.add(l.o),
                 o_stride: padded(heads.head_dim_v),
                 max: slot.add(l.max),
                 alpha: slot.add(l.alpha),
                 sum: slot.add(l.sum),
+                rounded: slot.add(l.rounded),
                 k: slot.add(l.k),
                 v: slot.add(l.v),
                 panel: slot.add(l.panel),
@@ -362,6 +409,15 @@ impl<'a> Task<'a> {
     pub fn place_of_row(&self, row: usize) -> (usize, usize, usize) {
         let group = self.call.heads.group_size();
         (self.unit.seq as usize, self.kv_head * group + row % group, self.unit.token + row / group)
+    }
+
+    /// Row `row` of queries that are bf16.
+    pub fn query_bits(&self, row: usize) -> &[bf16] {
+        let (token, head) = self.token_and_head(row);
+        let at = token * self.call.q_strides.0 + head * self.call.q_strides.1;
+        let Src::Bf16(q) = self.call.q else { unreachable!("a plan multiplies pairs of bf16 only") };
+        // SAFETY: `check` bounded every (token, head) row of q.
+        unsafe { std::slice::from_raw_parts(q.add(at), self.call.heads.head_dim_qk) }
     }
 
     /// Copies row `row` of the queries to `dst` (head_dim_qk floats, `step` apart).
@@ -426,25 +482,25 @@ impl<'a> Task<'a> {
         }
     }
 
-    /// Normalises a row's `o` in place, by `sum`, its weight, and returns its lse; `max` is in powers of two.
-    pub fn settle(&self, row: usize, o: &mut [f32], max: f32, sum: f32) -> f32 {
+    /// Normalises a row's `o` in place, by its weight, and returns its lse; `max` is in powers of two.
+    pub fn settle(&self, row: usize, o: &mut [f32], max: f32, Weight { sum, divisor }: Weight) -> f32 {
         self.note_max(row, max);
         if sum == 0.0 {
             o.fill(0.0);
             return lse::EMPTY_LSE;
         }
-        let inverse = 1.0 / sum;
+        let inverse = 1.0 / divisor;
         o.iter_mut().for_each(|x| *x *= inverse);
         // The maximum goes back by the factor that was really used, so that its rounding to f32 cancels.
         (f64::from(max) * self.call.log2_to_natural + f64::from(sum).ln()) as f32
     }
 
-    /// Takes a finished row: `o` unnormalised, `sum` its weight, `max` in powers of two. Normalises `o` in place.
+    /// Takes a finished row: `o` unnormalised, with its weight, `max` in powers of two. Normalises `o` in place.
     ///
     /// # Safety
     /// As `Call::run_task`; `row < self.rows()`.
-    pub unsafe fn emit(&self, row: usize, o: &mut [f32], max: f32, sum: f32) {
-        let lse = self.settle(row, o, max, sum);
+    pub unsafe fn emit(&self, row: usize, o: &mut [f32], max: f32, weight: Weight) {
+        let lse = self.settle(row, o, max, weight);
         // SAFETY: forwarded.
         unsafe {
             if self.unit.splits > 1 {

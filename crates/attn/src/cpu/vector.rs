@@ -164,3 +164,31 @@ pub(crate) unsafe trait Vector: Copy + Widen {
         }
     }
 }
+
+/// Vectors whose instruction set multiplies pairs of bf16: a lane of 32 bits holds two of them, the first in its low half.
+///
+/// # Safety
+/// As [`Vector`].
+#[cfg(target_arch = "x86_64")]
+pub(crate) unsafe trait PairDots: Vector {
+    /// `c + a.0 * b.0 + a.1 * b.1` by lanes, products exact, sums rounded as f32; subnormal numbers count as 0.
+    unsafe fn dot_pairs(self, b: Self, c: Self) -> Self;
+    /// The lanes of `lo`, then those of `hi`, each rounded to bf16 (to nearest, ties to even): two a lane in that order.
+    unsafe fn narrow(lo: Self, hi: Self) -> Self;
+    /// `2 * LANES` bf16 as they lie.
+    #[inline(always)]
+    unsafe fn load_pairs(p: *const bf16) -> Self {
+        // SAFETY: forwarded.
+        unsafe { Self::load(p.cast()) }
+    }
+    /// The first `n < 2 * LANES` bf16, zeros after.
+    unsafe fn load_pairs_partial(p: *const bf16, n: usize) -> Self;
+    /// Element `i` of `a` beside element `i` of `b`: elements `0 .. LANES`, then the rest.
+    unsafe fn interleave(a: Self, b: Self) -> (Self, Self);
+    /// The same in the order that is cheapest: element `i` of the rows stands where [`PairDots::cheap_place`] says.
+    unsafe fn interleave_cheaply(a: Self, b: Self) -> (Self, Self);
+    /// Lane of the two vectors of [`PairDots::interleave_cheaply`] that holds element `i`.
+    fn cheap_place(i: usize) -> usize;
+    /// Keeps the bits of lanes that are set in `mask`, lane by lane.
+    unsafe fn and_bits(self, mask: u32) -> Self;
+}

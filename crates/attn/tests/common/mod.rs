@@ -349,10 +349,17 @@ pub fn machine(threads: usize) -> Machine {
     Machine::detect(threads)
 }
 
+/// Every instruction set that is available, with each kind of dot products beside it and without.
 pub fn machines() -> Vec<Machine> {
-    let all = Isa::ALL.into_iter().filter_map(|i| Machine::forced(i, 1).ok());
-    all.flat_map(|m| [m, m.without_integer_dots()].into_iter().take(1 + usize::from(m.integer_dots())))
-        .collect()
+    let mut all: Vec<Machine> = Isa::ALL.into_iter().filter_map(|i| Machine::forced(i, 1).ok()).collect();
+    for machine in all.clone() {
+        for less in [machine.without_integer_dots(), machine.without_bf16_dots()] {
+            if !all.contains(&less) {
+                all.push(less);
+            }
+        }
+    }
+    all
 }
 
 /// Plain attention of one row in f32: scores, max, exp, sum, weighted sum, one after another. Returns lse and the size of the largest score.
