@@ -84,11 +84,12 @@ fn backward(heads: HeadShape, narrow: bool) {
     let read = || if narrow { Buf::Bf16(&short) } else { Buf::F32(&wide) };
     let mut grads = [(); 3].map(|()| (wide.clone(), short.clone()));
     let lse = vec![1.0f32; n];
-    let mut tiles = (0, 0);
+    let (mut tiles, mut depth) = ((0, 0), 1);
     let measured = peak_of(|| {
         let problem = Problem { q_dtype, kv_dtype: q_dtype, ..Problem::new(heads, MASK) };
         let mut plan = BackwardPlan::new(&problem, &Machine::detect(THREADS), LIMITS).unwrap();
         plan.schedule(&[SeqLen::new(TOKENS, TOKENS)]).unwrap();
+        depth = if plan.multiplies_pairs() { 2 } else { 1 };
         tiles = (plan.tile_q() * heads.group_size(), plan.tile_k());
         let mut ws = BackwardWorkspace::for_plans(&[&plan]);
         let [dq, dk, dv] = grads.each_mut().map(|(w, s)| if narrow { BufMut::Bf16(s) } else { BufMut::F32(w) });
@@ -102,7 +103,7 @@ page_table_stride: 0, out: read(), out_strides: s,
         };
         run_backward(&plan, args, &mut ws, &mut [BackwardBooks::default()]).unwrap();
     });
-    let formula = backward_extra_bytes(heads, q_dtype, tiling(tiles.0, tiles.1, 1));
+    let formula = backward_extra_bytes(heads, q_dtype, tiling(tiles.0, tiles.1, depth));
     within_five_percent(measured, formula, &format!("backward {heads:?} {q_dtype}"));
 }
 

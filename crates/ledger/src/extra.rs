@@ -23,7 +23,7 @@ pub struct Tiling {
     pub tile_rows: u64,
     /// Keys of a key block (forward) or key tile (backward).
     pub tile_keys: u64,
-    /// Numbers that share a float's place in q, K and V of a forward slot: 1, or 2 where bf16 is multiplied as such.
+    /// Numbers that share a float's place in q, K and V: 1, or 2 where bf16 is multiplied as such.
     pub depth: u64,
     /// Query tokens × splits of keys whose partial results a forward keeps at most; 0 where it never splits keys.
     pub partial_tokens: u64,
@@ -55,20 +55,24 @@ pub const fn forward_extra_bytes(heads: HeadShape, t: Tiling) -> u64 {
 ///
 /// ```text
 /// threads · 4 · (keys · (head_dim_qk + head_dim_v + 2 w(head_dim_qk) + w(head_dim_v))
-///                + rows · (2 w(head_dim_qk) + w(head_dim_v) + 2 w(keys + 16) + 18))
+///                + rows · (2 w(head_dim_qk) + w(head_dim_v) + 2 w(keys + 16) + 18)
+///                + (depth 2) keys / 2 · w(head_dim_qk) + rows · (3 / 2 (w(head_dim_qk) + w(head_dim_v)) + 2 w(keys + 16)))
 ///   + seqlen_q · num_q_heads · (8, and 4 head_dim_qk where dq is narrower than f32) + tasks · 32
 /// ```
-/// K by rows and, as V, transposed, dk and dv; q, d_out and dq of a tile, probabilities and their gradients; lse and delta of every row;
-/// sums of dq; and the list of tasks: a key tile and kv head each.
+/// K by rows and, as V, transposed, dk and dv; q, d_out and dq of a tile, probabilities and their gradients; all of them but K's
+/// transpose again as pairs where bf16 is multiplied as such; lse and delta of every row; sums of dq; and the list of tasks: a key tile and kv head each.
 pub const fn backward_extra_bytes(heads: HeadShape, q_dtype: DType, t: Tiling) -> u64 {
     let (dqk, dv) = (heads.head_dim_qk as u64, heads.head_dim_v as u64);
     let keys = t.tile_keys * (dqk + dv + 2 * odd_lines(dqk) + odd_lines(dv));
     let scores = 2 * odd_lines(t.tile_keys + LINE);
     let rows = t.tile_rows * (2 * odd_lines(dqk) + odd_lines(dv) + scores + BACKWARD_ROW);
+    let of_pairs =
+        t.tile_keys * odd_lines(dqk) / 2 + t.tile_rows * (3 * (odd_lines(dqk) + odd_lines(dv)) / 2 + scores);
+    let pairs = (t.depth - 1) * of_pairs;
     let sums = if matches!(q_dtype, DType::F32) { 0 } else { FLOAT * dqk };
     let of_rows = t.seqlen_q * heads.num_q_heads as u64 * (2 * FLOAT + sums);
     let tasks = t.seqlen_k.div_ceil(t.tile_keys) * heads.num_kv_heads as u64;
-    t.threads * FLOAT * (keys + rows) + of_rows + tasks * BACKWARD_TASK
+    t.threads * FLOAT * (keys + rows + pairs) + of_rows + tasks * BACKWARD_TASK
 }
 
 /// A width in floats, padded to an odd number of cache lines.

@@ -268,6 +268,18 @@ impl BackwardPlan {
         self.problem.kv.page_size().map_or(0, pages)
     }
 
+    /// Whether queries, keys, values and their gradients are multiplied as pairs of bf16 (sums are f32), weights and gradients of scores
+    /// rounded to bf16 for the products after them. Narrow heads stay with f32: the products are a small part of their time.
+    pub fn multiplies_pairs(&self) -> bool {
+        const LEAST_WIDTH: usize = 32;
+        let h = self.problem.heads;
+        if h.head_dim_qk.min(h.head_dim_v) < LEAST_WIDTH {
+            return false;
+        }
+        let all_bf16 = self.problem.q_dtype == DType::Bf16 && self.problem.kv_dtype == DType::Bf16;
+        self.machine.bf16_dots() && all_bf16
+    }
+
     /// Whether dq is summed in the workspace: narrower elements cannot hold sums.
     pub(crate) fn sums_apart(&self) -> bool {
         self.problem.q_dtype != DType::F32

@@ -48,6 +48,16 @@ pub(crate) struct SlotLayout {
     /// Probabilities and gradients of scores, `[row][tile_k]`.
     pub p: usize,
     pub ds: usize,
+    /// The operands of a plan that multiplies pairs: rows along their width; pairs of rows, of keys; p and ds in pairs of rows, ds in pairs of
+    /// keys.
+    pub q_pairs: usize,
+    pub d_out_pairs: usize,
+    pub q2: usize,
+    pub d_out2: usize,
+    pub k2: usize,
+    pub p2: usize,
+    pub ds2: usize,
+    pub ds_keys: usize,
     /// Negated lse and delta of the tile's rows.
     pub lse: usize,
     pub delta: usize,
@@ -77,6 +87,7 @@ impl SlotLayout {
         let (qk_stride, v_stride) = (odd_lines(h.head_dim_qk), odd_lines(h.head_dim_v));
         // A line past the tile's keys takes the zeros beside a row's visible keys.
         let p_stride = odd_lines(keys + LINE);
+        let pairs = usize::from(plan.multiplies_pairs());
         let words = size_of::<usize>() / size_of::<f32>();
         let mut end = 0;
         let mut part = |floats: usize| {
@@ -95,6 +106,14 @@ impl SlotLayout {
             dq: part(rows * qk_stride),
             p: part(rows * p_stride),
             ds: part(rows * p_stride),
+            q_pairs: part(pairs * rows * qk_stride),
+            d_out_pairs: part(pairs * rows * v_stride),
+            q2: part(pairs * rows / 2 * qk_stride),
+            d_out2: part(pairs * rows / 2 * v_stride),
+            k2: part(pairs * keys.div_ceil(2) * qk_stride),
+            p2: part(pairs * rows / 2 * p_stride),
+            ds2: part(pairs * rows / 2 * p_stride),
+            ds_keys: part(pairs * rows * p_stride),
             lse: part(rows),
             delta: part(rows),
             zeros: part(h.head_dim_qk.max(h.head_dim_v) + LINE),

@@ -7,6 +7,7 @@ use std::arch::x86_64::*;
 use half::bf16;
 
 use super::backward;
+use super::products::Floats;
 use super::task::{Counts, Task};
 use super::vector::{MAX_LANES, Vector};
 
@@ -238,7 +239,7 @@ pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
     // SAFETY: forwarded.
-    unsafe { backward::run_with::<Ymm, 2>(t) }
+    unsafe { backward::run_with::<Ymm, Floats, 2>(t) }
 }
 
 /// A plain read of memory, or multiply-adds.

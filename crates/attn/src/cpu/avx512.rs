@@ -9,6 +9,7 @@ use std::arch::x86_64::*;
 use half::bf16;
 
 use super::backward;
+use super::products::Floats;
 use super::task::{Counts, Task};
 use super::vector::{MAX_LANES, Vector};
 
@@ -233,7 +234,7 @@ pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
 pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
     // SAFETY: forwarded.
-    unsafe { backward::run_with::<Zmm, 4>(t) }
+    unsafe { backward::run_with::<Zmm, Floats, 4>(t) }
 }
 
 /// A plain read of memory, or multiply-adds.

@@ -6,6 +6,7 @@ use half::bf16;
 
 use super::backward;
 use super::element::Widen;
+use super::products::Floats;
 use super::task::{Counts, Task};
 use super::vector::{MAX_LANES, Vector};
 
@@ -202,7 +203,7 @@ pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
 #[target_feature(enable = "neon")]
 pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
     // SAFETY: forwarded.
-    unsafe { backward::run_with::<Quad, 4>(t) }
+    unsafe { backward::run_with::<Quad, Floats, 4>(t) }
 }
 
 /// A plain read of memory, or multiply-adds.

@@ -10,7 +10,7 @@ use half::bf16;
 use super::ahead::{Ahead, LINE_BYTES, NEAR};
 use super::direct::{DOT_LINES, Head, Rows};
 use super::element::Elem;
-use super::products::Products;
+use super::products::{Products, Step};
 use super::seen::Runs;
 use super::softmax::Columns;
 use super::task::{Scratch, Src, Task};
@@ -93,7 +93,7 @@ unsafe fn transpose_rows<V: PairDots>(
 /// # Safety
 /// As `pack_k`.
 #[inline(always)]
-unsafe fn pack_k<V: PairDots>(
+pub(crate) unsafe fn pack_k<V: PairDots>(
     k: *const bf16,
     offsets: &[usize],
     (lo, hi): (usize, usize),
@@ -207,7 +207,7 @@ unsafe fn seal_row<V: PairDots>(w: &Scratch<'_>, row: usize, s: *mut f32, cols: 
 }
 
 // SAFETY: forwards to `PairDots`.
-unsafe impl<V: PairDots> Products<V> for Pairs {
+unsafe impl<V: PairDots> Step<V> for Pairs {
     const DEPTH: usize = 2;
 
     #[inline(always)]
@@ -215,7 +215,10 @@ unsafe impl<V: PairDots> Products<V> for Pairs {
         // SAFETY: forwarded.
         unsafe { a.dot_pairs(b, c) }
     }
+}
 
+// SAFETY: forwards to `PairDots`.
+unsafe impl<V: PairDots> Products<V> for Pairs {
     #[inline(always)]
     unsafe fn load_query(t: &Task<'_>, row: usize, dst: *mut f32) {
         // SAFETY: forwarded.

@@ -4,6 +4,7 @@ use half::bf16;
 
 use super::backward;
 use super::element::Widen;
+use super::products::Floats;
 use super::task::{Counts, Task};
 use super::vector::{MAX_LANES, Vector};
 
@@ -191,7 +192,7 @@ pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
 /// As `backward::run`.
 pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
     // SAFETY: forwarded.
-    unsafe { backward::run_with::<Lanes, 2>(t) }
+    unsafe { backward::run_with::<Lanes, Floats, 2>(t) }
 }
 
 /// A plain read of memory, or multiply-adds.

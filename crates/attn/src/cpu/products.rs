@@ -9,15 +9,22 @@ use super::vector::Vector;
 use crate::plan::KEY_BLOCK;
 use crate::workspace::TILE_ROWS;
 
-/// Panels of K are `[steps of head_dim_qk][keys]`, of V `[steps of the block][columns]`, of q `[steps][rows of a register tile]`.
+/// What one step of a product does.
 ///
 /// # Safety
-/// As [`Vector`]; tasks and scratch are those of a checked call.
-pub(crate) unsafe trait Products<V: Vector> {
+/// As [`Vector`].
+pub(crate) unsafe trait Step<V: Vector> {
     /// Numbers that one step takes.
     const DEPTH: usize;
     /// `a * b + c`, over a step.
     unsafe fn multiply_add(a: V, b: V, c: V) -> V;
+}
+
+/// Panels of K are `[steps of head_dim_qk][keys]`, of V `[steps of the block][columns]`, of q `[steps][rows of a register tile]`.
+///
+/// # Safety
+/// As [`Vector`]; tasks and scratch are those of a checked call.
+pub(crate) unsafe trait Products<V: Vector>: Step<V> {
     /// Row `row` of q into its place in a register tile; `dst` is step 0 of it.
     unsafe fn load_query(t: &Task<'_>, row: usize, dst: *mut f32);
     /// Packs the keys of columns `cols` and their values. Returns true when every value is finite.
@@ -32,7 +39,7 @@ pub(crate) unsafe trait Products<V: Vector> {
 pub(crate) struct Floats;
 
 // SAFETY: forwards to `Vector`.
-unsafe impl<V: Vector> Products<V> for Floats {
+unsafe impl<V: Vector> Step<V> for Floats {
     const DEPTH: usize = 1;
 
     #[inline(always)]
@@ -40,7 +47,10 @@ unsafe impl<V: Vector> Products<V> for Floats {
         // SAFETY: forwarded.
         unsafe { a.fma(b, c) }
     }
+}
 
+// SAFETY: forwards to `Vector`.
+unsafe impl<V: Vector> Products<V> for Floats {
     #[inline(always)]
     unsafe fn load_query(t: &Task<'_>, row: usize, dst: *mut f32) {
         // SAFETY: forwarded.

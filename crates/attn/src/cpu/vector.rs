@@ -189,6 +189,8 @@ pub(crate) unsafe trait PairDots: Vector {
     unsafe fn interleave_cheaply(a: Self, b: Self) -> (Self, Self);
     /// Lane of the two vectors of [`PairDots::interleave_cheaply`] that holds element `i`.
     fn cheap_place(i: usize) -> usize;
+    /// Lane `i`: lanes `i` of `a` and of `b`, rounded to bf16.
+    unsafe fn beside(a: Self, b: Self) -> Self;
     /// Keeps the bits of lanes that are set in `mask`, lane by lane.
     unsafe fn and_bits(self, mask: u32) -> Self;
 }

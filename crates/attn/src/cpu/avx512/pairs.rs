@@ -5,6 +5,7 @@ use std::arch::x86_64::*;
 use half::bf16;
 
 use super::Zmm;
+use crate::cpu::backward;
 use crate::cpu::direct::{self, Kv};
 use crate::cpu::packed;
 use crate::cpu::pairs::{Bf16Pairs, Pairs};
@@ -31,6 +32,17 @@ const fn alternate(first: u16) -> [u16; 32] {
 }
 static LOWER: [u16; 32] = alternate(0);
 static UPPER: [u16; 32] = alternate(16);
+/// For `vpermw`: the lower and the upper half of one vector, an element of each in turn.
+static HALVES: [u16; 32] = {
+    let mut at = [0; 32];
+    let mut i = 0;
+    while i < 16 {
+        at[2 * i] = i as u16;
+        at[2 * i + 1] = i as u16 + 16;
+        i += 1;
+    }
+    at
+};
 
 // SAFETY: AVX512_BF16 and AVX-512 BW are enabled in the only instance, `run`.
 unsafe impl PairDots for Zmm {
@@ -81,6 +93,15 @@ unsafe impl PairDots for Zmm {
         i % 8 / 4 * 16 + i / 8 * 4 + i % 4
     }
     #[inline(always)]
+    unsafe fn beside(a: Zmm, b: Zmm) -> Zmm {
+        // SAFETY: as PairDots.
+        unsafe {
+            let at = _mm512_loadu_si512(HALVES.as_ptr().cast());
+            let both = _mm512_castps_si512(Zmm::narrow(a, b).0);
+            Zmm(_mm512_castsi512_ps(_mm512_permutexvar_epi16(at, both)))
+        }
+    }
+    #[inline(always)]
     unsafe fn and_bits(self, mask: u32) -> Zmm {
         // SAFETY: as PairDots.
         unsafe {
@@ -106,6 +127,16 @@ pub(crate) unsafe fn run(t: &Task<'_>) -> (Counts, Option<usize>) {
             _ => packed::run::<Zmm, Pairs, 4>(t),
         }
     }
+}
+
+/// A backward task of a plan that multiplies pairs.
+///
+/// # Safety
+/// As `backward::run`, on a processor with these features.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+pub(crate) unsafe fn run_backward(t: &backward::task::Task<'_>) {
+    // SAFETY: forwarded.
+    unsafe { backward::run_with::<Zmm, Pairs, 4>(t) }
 }
 
 /// Multiplies and adds pairs on registers.

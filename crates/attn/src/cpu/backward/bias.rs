@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use super::ahead::Ahead;
+use super::operands::Operands;
 use super::task::{Scratch, Task, Visit};
 use super::{load_keys, load_queries, look_up, products};
 use crate::cpu::seen::Runs;
@@ -14,7 +15,7 @@ use crate::plan::KEY_BLOCK;
 /// # Safety
 /// As `Call::run_bias`, inside an instance of `V`.
 #[inline(always)]
-pub(crate) unsafe fn key_tile<V: Vector, const N: usize>(t: &Task<'_>) {
+pub(crate) unsafe fn key_tile<V: Vector, S: Operands<V>, const N: usize>(t: &Task<'_>) {
     let (c, unit) = (t.call, t.unit());
     let tiles = c.plan.seqs[unit.seq as usize].len.seqlen_q.div_ceil(c.plan.tile_q());
     // SAFETY: forwarded; the slot's parts hold a key tile and a query tile.
@@ -28,14 +29,14 @@ pub(crate) unsafe fn key_tile<V: Vector, const N: usize>(t: &Task<'_>) {
                 continue;
             }
             if !loaded {
-                load_keys::<V, N>(t, &mut w);
+                load_keys::<V, S, N>(t, &mut w);
                 loaded = true;
             }
             pairs += seen;
             rows += visit.rows.count;
-            load_queries::<V>(t, &mut w, &visit);
+            load_queries::<V, S>(t, &mut w, &visit);
             let mut ahead = Ahead::new(c, &visit, None);
-            products::tile_score_gradients::<V, N>(t, &mut w, &visit, &mut ahead);
+            products::tile_score_gradients::<V, S, N>(t, &mut w, &visit, &mut ahead);
             add(t, &w, &visit);
         }
         let counters = &c.counters[unit.seq as usize];

@@ -12,6 +12,9 @@ mod ahead;
 mod bend;
 mod bias;
 mod exact;
+mod operands;
+#[cfg(target_arch = "x86_64")]
+mod pairs;
 mod products;
 mod rows;
 pub(crate) mod task;
@@ -21,7 +24,6 @@ use std::sync::atomic::Ordering;
 
 use suanpan_base::lse::EMPTY_LSE;
 
-use super::pack::pack_k;
 use super::seen::{Token, bits_of};
 use super::task::Src;
 use super::vector::{MAX_LANES, Vector};
@@ -29,6 +31,7 @@ use crate::backward::plan::BackwardSeq;
 use crate::plan::KEY_BLOCK;
 use crate::workspace::TILE_ROWS;
 use ahead::Ahead;
+use operands::Operands;
 use rows::{add_rows, copy_rows, dots, write_rows};
 use task::{Place, Scratch, Source, Task, TileRows, Visit, Work};
 
@@ -45,6 +48,8 @@ pub(crate) unsafe fn run(t: &Task<'_>) {
     unsafe {
         match t.call.plan.machine.isa() {
             #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 if t.call.plan.multiplies_pairs() => super::avx512::pairs::run_backward(t),
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => super::avx512::run_backward(t),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => super::avx2::run_backward(t),
@@ -60,20 +65,20 @@ pub(crate) unsafe fn run(t: &Task<'_>) {
 /// # Safety
 /// As `run`, inside an instance of `V`.
 #[inline(always)]
-pub(crate) unsafe fn run_with<V: Vector, const N: usize>(t: &Task<'_>) {
+pub(crate) unsafe fn run_with<V: Vector, S: Operands<V>, const N: usize>(t: &Task<'_>) {
     // SAFETY: forwarded.
     unsafe {
         match t.work {
-            Work::Prepare { seq, tile, kv_head } => prepare::<V>(t, seq, tile, kv_head),
-            Work::Keys(_) => keys::<V, N>(t),
-            Work::Bias(_) => bias::key_tile::<V, N>(t),
+            Work::Prepare { seq, tile, kv_head } => prepare::<V, S>(t, seq, tile, kv_head),
+            Work::Keys(_) => keys::<V, S, N>(t),
+            Work::Bias(_) => bias::key_tile::<V, S, N>(t),
         }
     }
 }
 
 /// Negated lse and delta of a query tile's rows; zeros into dq where no row of the tile sees a key.
 #[inline(always)]
-unsafe fn prepare<V: Vector>(t: &Task<'_>, seq: usize, tile: usize, kv_head: usize) {
+unsafe fn prepare<V: Vector, S: Operands<V>>(t: &Task<'_>, seq: usize, tile: usize, kv_head: usize) {
     let c = t.call;
     let rows = c.tile_rows(seq, tile, kv_head);
     let unseen = c.plan.hull(c.plan.seqs[seq].len, tile).is_empty();
@@ -91,7 +96,7 @@ unsafe fn prepare<V: Vector>(t: &Task<'_>, seq: usize, tile: usize, kv_head: usi
             let d = c.heads.head_dim_v;
             let deltas = match (c.out.src, c.d_out.src) {
                 (Src::F32(a), Src::F32(b)) => dots::<V, f32>((a, &out), (b, &d_out), d),
-                (Src::Bf16(a), Src::Bf16(b)) => dots::<V, half::bf16>((a, &out), (b, &d_out), d),
+                (Src::Bf16(a), Src::Bf16(b)) => S::bf16_dots((a, &out), (b, &d_out), d),
                 (Src::F16(a), Src::F16(b)) => dots::<V, half::f16>((a, &out), (b, &d_out), d),
                 _ => unreachable!("out and d_out have q's element type"),
             };
@@ -116,7 +121,7 @@ unsafe fn prepare<V: Vector>(t: &Task<'_>, seq: usize, tile: usize, kv_head: usi
 
 /// One key tile against its query tiles; writes its rows of dk and dv.
 #[inline(always)]
-unsafe fn keys<V: Vector, const N: usize>(t: &Task<'_>) {
+unsafe fn keys<V: Vector, S: Operands<V>, const N: usize>(t: &Task<'_>) {
     let (c, unit) = (t.call, t.unit());
     let len = c.plan.seqs[unit.seq as usize].len;
     // SAFETY: the slot's parts hold a key tile and a query tile; offsets are checked rows.
@@ -134,16 +139,16 @@ unsafe fn keys<V: Vector, const N: usize>(t: &Task<'_>) {
                 continue;
             }
             if !loaded {
-                finite_keys = load_keys::<V, N>(t, &mut w);
+                finite_keys = load_keys::<V, S, N>(t, &mut w);
                 clear(&w, unit.keys);
                 loaded = true;
             }
             pairs += seen;
             rows += visit.rows.count;
-            let finite_rows = load_queries::<V>(t, &mut w, &visit);
+            let finite_rows = load_queries::<V, S>(t, &mut w, &visit);
             let next = if tile + 1 < tiles { t.visit(tile + 1) } else { None };
             let mut ahead = Ahead::new(c, &visit, next.as_ref());
-            products::tile_gradients::<V, N>(t, &mut w, &visit, &mut ahead, (finite_keys, finite_rows));
+            products::tile_gradients::<V, S, N>(t, &mut w, &visit, &mut ahead, (finite_keys, finite_rows));
             add_in_turn::<V>(t, &w, &visit);
         }
         if !loaded {
@@ -181,8 +186,8 @@ unsafe fn clear(w: &Scratch<'_>, keys: usize) {
 ///
 /// Rows are copied before they are transposed: a copy walks memory in its own order, and so is not kept waiting by it.
 #[inline(always)]
-unsafe fn load_keys<V: Vector, const N: usize>(t: &Task<'_>, w: &mut Scratch<'_>) -> bool {
-    let (c, keys, panel) = (t.call, t.unit().keys, N * V::LANES);
+unsafe fn load_keys<V: Vector, S: Operands<V>, const N: usize>(t: &Task<'_>, w: &mut Scratch<'_>) -> bool {
+    let (c, keys) = (t.call, t.unit().keys);
     let (dqk, dv) = (c.heads.head_dim_qk, c.heads.head_dim_v);
     // SAFETY: forwarded; dv is scratch until it is cleared.
     unsafe {
@@ -191,14 +196,7 @@ unsafe fn load_keys<V: Vector, const N: usize>(t: &Task<'_>, w: &mut Scratch<'_>
         copy_rows::<V>(c.v.src, &w.offsets[..keys], dv, w.dv, w.v_stride);
         place_keys(t, &c.k, w.offsets);
         let finite = copy_rows::<V>(c.k.src, &w.offsets[..keys], dqk, w.k, w.qk_stride);
-        for key in 0..keys {
-            w.offsets[key] = key * w.v_stride;
-        }
-        pack_k::<V, f32>(w.dv, &w.offsets[..keys], (0, keys), dv, panel, w.zeros, w.v_panels);
-        for key in 0..keys {
-            w.offsets[key] = key * w.qk_stride;
-        }
-        pack_k::<V, f32>(w.k, &w.offsets[..keys], (0, keys), dqk, panel, w.zeros, w.k_panels);
+        S::pack_keys::<N>(t, w);
         finite
     }
 }
@@ -248,7 +246,7 @@ fn look_up(t: &Task<'_>, w: &mut Scratch<'_>, visit: &Visit) -> u64 {
 
 /// Copies a query tile's rows of q and d_out, their lse and delta. Returns true when every element is finite.
 #[inline(always)]
-unsafe fn load_queries<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>, visit: &Visit) -> bool {
+unsafe fn load_queries<V: Vector, S: Operands<V>>(t: &Task<'_>, w: &mut Scratch<'_>, visit: &Visit) -> bool {
     let (c, rows) = (t.call, &visit.rows);
     let (dqk, dv) = (c.heads.head_dim_qk, c.heads.head_dim_v);
     let padding = rows.count.next_multiple_of(TILE_ROWS) - rows.count;
@@ -268,6 +266,7 @@ unsafe fn load_queries<V: Vector>(t: &Task<'_>, w: &mut Scratch<'_>, visit: &Vis
             *w.lse.add(row) = f32::NEG_INFINITY;
             *w.delta.add(row) = 0.0;
         }
+        S::pair_rows(t, w, rows.count + padding);
         finite
     }
 }

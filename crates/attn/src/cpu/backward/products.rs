@@ -6,7 +6,9 @@ use super::CHUNK_KEYS;
 use super::ahead::Ahead;
 use super::bend::bend_row;
 use super::exact::pair_gradients;
+use super::operands::{Operands, Rows};
 use super::task::{Scratch, Task, Visit};
+use crate::cpu::products::{Floats, Step};
 use crate::cpu::seen::{Runs, bits_of};
 use crate::cpu::softmax::Columns;
 use crate::cpu::vector::{MAX_LANES, Vector};
@@ -39,7 +41,7 @@ struct Span {
 /// # Safety
 /// As `Call::run_unit`, inside an instance of `V`, on loaded scratch. `finite_keys`, `finite_rows`: no NaN or infinity in K; in q and d_out.
 #[inline(always)]
-pub(crate) unsafe fn tile_gradients<V: Vector, const N: usize>(
+pub(crate) unsafe fn tile_gradients<V: Vector, S: Operands<V>, const N: usize>(
     t: &Task<'_>,
     w: &mut Scratch<'_>,
     visit: &Visit,
@@ -52,9 +54,9 @@ pub(crate) unsafe fn tile_gradients<V: Vector, const N: usize>(
     unsafe {
         look_back(w, rows, keys);
         if t.changes_scores() {
-            scores::<V, N, true>(t, w, visit, ahead, keys);
+            scores::<V, S, N, true>(t, w, visit, ahead, keys);
         } else {
-            scores::<V, N, false>(t, w, visit, ahead, keys);
+            scores::<V, S, N, false>(t, w, visit, ahead, keys);
         }
         clear_beside::<V, N>(w, rows, keys);
         if visit.by_bits {
@@ -63,9 +65,15 @@ pub(crate) unsafe fn tile_gradients<V: Vector, const N: usize>(
                 return pair_gradients(t, w, visit);
             }
         }
+        if S::DEPTH == 2 && finite_keys && finite_rows {
+            S::seal(w, rows, keys);
+            seen_key_gradients::<V, S, N>(w, ahead, keys, (w.p2, w.d_out2, w.v_stride), (w.dv, dv));
+            seen_key_gradients::<V, S, N>(w, ahead, keys, (w.ds2, w.q2, w.qk_stride), (w.dk, dqk));
+            return query_gradients::<V, S, N>(w, rows, keys, (w.ds_keys, w.k2), dqk, true);
+        }
         key_gradients::<V, N>(w, ahead, rows, keys, (w.p, w.d_out, w.v_stride), (w.dv, dv), finite_rows);
         key_gradients::<V, N>(w, ahead, rows, keys, (w.ds, w.q, w.qk_stride), (w.dk, dqk), finite_rows);
-        query_gradients::<V, N>(w, rows, keys, dqk, finite_keys);
+        query_gradients::<V, Floats, N>(w, rows, keys, (w.ds, w.k), dqk, finite_keys);
     }
 }
 
@@ -74,14 +82,14 @@ pub(crate) unsafe fn tile_gradients<V: Vector, const N: usize>(
 /// # Safety
 /// As [`tile_gradients`].
 #[inline(always)]
-pub(crate) unsafe fn tile_score_gradients<V: Vector, const N: usize>(
+pub(crate) unsafe fn tile_score_gradients<V: Vector, S: Operands<V>, const N: usize>(
     t: &Task<'_>,
     w: &mut Scratch<'_>,
     visit: &Visit,
     ahead: &mut Ahead,
 ) {
     // SAFETY: forwarded.
-    unsafe { scores::<V, N, true>(t, w, visit, ahead, t.unit().keys) };
+    unsafe { scores::<V, S, N, true>(t, w, visit, ahead, t.unit().keys) };
 }
 
 /// What the rows of tile `tile` see; `None` when they see nothing.
@@ -95,7 +103,7 @@ fn span(w: &Scratch<'_>, rows: usize, tile: usize) -> Option<Span> {
 
 /// p and ds for every tile and panel with a visible pair. Panels outside, so that one stays close while tiles stream.
 #[inline(always)]
-unsafe fn scores<V: Vector, const N: usize, const CHANGED: bool>(
+unsafe fn scores<V: Vector, S: Operands<V>, const N: usize, const CHANGED: bool>(
     t: &Task<'_>,
     w: &Scratch<'_>,
     visit: &Visit,
@@ -104,7 +112,7 @@ unsafe fn scores<V: Vector, const N: usize, const CHANGED: bool>(
 ) {
     let (c, panel, rows) = (t.call, N * V::LANES, visit.rows.count);
     let dropped = c.dropout.as_ref().map(|dropout| dropout.factor_kept());
-    let (dqk, dv) = (c.heads.head_dim_qk, c.heads.head_dim_v);
+    let (q, d_out) = (S::queries(w, c.heads.head_dim_qk), S::out_gradients(w, c.heads.head_dim_v));
     let mut left = 0;
     while left < keys {
         for gradients in [false, true] {
@@ -120,27 +128,29 @@ unsafe fn scores<V: Vector, const N: usize, const CHANGED: bool>(
                 // SAFETY: within the slot's parts.
                 unsafe {
                     if gradients {
-                        let panel_v = w.v_panels.add(left * dv);
+                        let panel_v = w.v_panels.add(left * d_out.steps);
                         if CHANGED {
                             by_vectors!(
                                 vectors,
                                 N,
-                                bent_gradient_tile::<V>(w, row, panel_v, panel, dv, left, dropped, masked)
+                                bent_gradient_tile::<V, S>(
+                                    w, row, d_out, panel_v, panel, left, dropped, masked
+                                )
                             );
                             continue;
                         }
                         by_vectors!(
                             vectors,
                             N,
-                            gradient_tile::<V>(w, row, panel_v, panel, dv, left, c.scale, masked)
+                            gradient_tile::<V, S>(w, row, d_out, panel_v, panel, left, c.scale, masked)
                         );
                     } else {
-                        let panel_k = w.k_panels.add(left * dqk);
+                        let panel_k = w.k_panels.add(left * q.steps);
                         if CHANGED {
                             by_vectors!(
                                 vectors,
                                 N,
-                                score_tile::<V>(w, row, panel_k, panel, dqk, left, c.scale)
+                                score_tile::<V, S>(w, row, q, panel_k, panel, left, c.scale)
                             );
                             let (from, to) = (left, left + vectors * V::LANES);
                             for row in row..row + TILE_ROWS {
@@ -159,7 +169,7 @@ unsafe fn scores<V: Vector, const N: usize, const CHANGED: bool>(
                         by_vectors!(
                             vectors,
                             N,
-                            weight_tile::<V>(w, row, panel_k, panel, dqk, left, c.scale, masked)
+                            weight_tile::<V, S>(w, row, q, panel_k, panel, left, c.scale, masked)
                         );
                     }
                 }
@@ -172,7 +182,7 @@ unsafe fn scores<V: Vector, const N: usize, const CHANGED: bool>(
 /// R rows × M vectors of a product, `steps` deep. a is read by rows (`a_stride` from row to row, steps side by side) or by
 /// columns (rows side by side, `a_stride` from step to step); b is `b_stride` floats from step to step.
 #[inline(always)]
-unsafe fn product<V: Vector, const R: usize, const M: usize, const BY_ROWS: bool>(
+unsafe fn product<V: Vector, S: Step<V>, const R: usize, const M: usize, const BY_ROWS: bool>(
     mut a: *const f32,
     a_stride: usize,
     mut b: *const f32,
@@ -190,7 +200,7 @@ unsafe fn product<V: Vector, const R: usize, const M: usize, const BY_ROWS: bool
             for r in 0..R {
                 let y = V::splat(*a.add(if BY_ROWS { r * a_stride } else { r }));
                 for m in 0..M {
-                    acc[r][m] = y.fma(x[m], acc[r][m]);
+                    acc[r][m] = S::multiply_add(y, x[m], acc[r][m]);
                 }
             }
             a = a.add(if BY_ROWS { 1 } else { a_stride });
@@ -202,19 +212,19 @@ unsafe fn product<V: Vector, const R: usize, const M: usize, const BY_ROWS: bool
 
 /// 6 rows × M vectors of p.
 #[inline(always)]
-unsafe fn weight_tile<V: Vector, const M: usize>(
+unsafe fn weight_tile<V: Vector, S: Step<V>, const M: usize>(
     w: &Scratch<'_>,
     row: usize,
+    a: Rows,
     k: *const f32,
     panel: usize,
-    d: usize,
     left: usize,
     scale: f32,
     masked: bool,
 ) {
     // SAFETY: within the slot's parts.
     unsafe {
-        let mut acc = product::<V, TILE_ROWS, M, true>(w.q.add(row * w.qk_stride), w.qk_stride, k, panel, d);
+        let mut acc = product::<V, S, TILE_ROWS, M, true>(a.at(row), a.stride, k, panel, a.steps);
         let (scale, zero, lowest) = (V::splat(scale), V::splat(0.0), V::splat(f32::NEG_INFINITY));
         let to_log2 = V::splat(std::f32::consts::LOG2_E);
         for r in 0..TILE_ROWS {
@@ -240,19 +250,19 @@ unsafe fn weight_tile<V: Vector, const M: usize>(
 
 /// 6 rows × M vectors of ds, from p.
 #[inline(always)]
-unsafe fn gradient_tile<V: Vector, const M: usize>(
+unsafe fn gradient_tile<V: Vector, S: Step<V>, const M: usize>(
     w: &Scratch<'_>,
     row: usize,
+    a: Rows,
     v: *const f32,
     panel: usize,
-    d: usize,
     left: usize,
     scale: f32,
     masked: bool,
 ) {
     // SAFETY: within the slot's parts.
     unsafe {
-        let acc = product::<V, TILE_ROWS, M, true>(w.d_out.add(row * w.v_stride), w.v_stride, v, panel, d);
+        let acc = product::<V, S, TILE_ROWS, M, true>(a.at(row), a.stride, v, panel, a.steps);
         let (scale, zero) = (V::splat(scale), V::splat(0.0));
         for r in 0..TILE_ROWS {
             let delta = V::splat(*w.delta.add(row + r));
@@ -272,18 +282,18 @@ unsafe fn gradient_tile<V: Vector, const M: usize>(
 
 /// 6 rows × M vectors of plain scores, into p.
 #[inline(always)]
-unsafe fn score_tile<V: Vector, const M: usize>(
+unsafe fn score_tile<V: Vector, S: Step<V>, const M: usize>(
     w: &Scratch<'_>,
     row: usize,
+    a: Rows,
     k: *const f32,
     panel: usize,
-    d: usize,
     left: usize,
     scale: f32,
 ) {
     // SAFETY: within the slot's parts.
     unsafe {
-        let acc = product::<V, TILE_ROWS, M, true>(w.q.add(row * w.qk_stride), w.qk_stride, k, panel, d);
+        let acc = product::<V, S, TILE_ROWS, M, true>(a.at(row), a.stride, k, panel, a.steps);
         for r in 0..TILE_ROWS {
             for m in 0..M {
                 let at = (row + r) * w.p_stride + left + m * V::LANES;
@@ -295,19 +305,19 @@ unsafe fn score_tile<V: Vector, const M: usize>(
 
 /// 6 rows × M vectors of ds, from `weight · slope` in its place; `kept` is the factor of weights that dropout kept.
 #[inline(always)]
-unsafe fn bent_gradient_tile<V: Vector, const M: usize>(
+unsafe fn bent_gradient_tile<V: Vector, S: Step<V>, const M: usize>(
     w: &Scratch<'_>,
     row: usize,
+    a: Rows,
     v: *const f32,
     panel: usize,
-    d: usize,
     left: usize,
     kept: Option<f32>,
     masked: bool,
 ) {
     // SAFETY: within the slot's parts.
     unsafe {
-        let acc = product::<V, TILE_ROWS, M, true>(w.d_out.add(row * w.v_stride), w.v_stride, v, panel, d);
+        let acc = product::<V, S, TILE_ROWS, M, true>(a.at(row), a.stride, v, panel, a.steps);
         let zero = V::splat(0.0);
         for r in 0..TILE_ROWS {
             let delta = V::splat(*w.delta.add(row + r));
@@ -390,7 +400,9 @@ unsafe fn key_gradients<V: Vector, const N: usize>(
                     by_vectors!(
                         vectors,
                         N,
-                        add_product::<V, false, TILE_ROWS>(a, w.p_stride, b, stride, steps, c, stride)
+                        add_product::<V, Floats, false, TILE_ROWS>(
+                            a, w.p_stride, b, stride, steps, c, stride
+                        )
                     );
                     continue;
                 }
@@ -403,9 +415,44 @@ unsafe fn key_gradients<V: Vector, const N: usize>(
                     by_vectors!(
                         vectors,
                         N,
-                        add_product::<V, false, 1>(a, w.p_stride, b, stride, steps, c, stride)
+                        add_product::<V, Floats, false, 1>(a, w.p_stride, b, stride, steps, c, stride)
                     );
                 }
+            }
+        }
+        left += panel;
+    }
+}
+
+/// The same where everything is finite, in steps of pairs of rows: the partner of a row that sees the keys has weight 0 where it does not.
+#[inline(always)]
+unsafe fn seen_key_gradients<V: Vector, S: Step<V>, const N: usize>(
+    w: &Scratch<'_>,
+    ahead: &mut Ahead,
+    keys: usize,
+    (a, b, stride): (*const f32, *const f32, usize),
+    (c, d): (*mut f32, usize),
+) {
+    let panel = N * V::LANES;
+    let mut left = 0;
+    while left < d {
+        let vectors = (d - left).min(panel).div_ceil(V::LANES);
+        for group in 0..keys.div_ceil(TILE_ROWS) {
+            let (key, seen) = (group * TILE_ROWS, &w.seen_by[group]);
+            ahead.ask::<V>();
+            if seen.is_empty() {
+                continue;
+            }
+            let (first, end) = (seen.start / S::DEPTH, seen.end.div_ceil(S::DEPTH));
+            // SAFETY: within the slot's parts.
+            unsafe {
+                let (a, b) = (a.add(first * w.p_stride + key), b.add(first * stride + left));
+                let (c, steps) = (c.add(key * stride + left), end - first);
+                by_vectors!(
+                    vectors,
+                    N,
+                    add_product::<V, S, false, TILE_ROWS>(a, w.p_stride, b, stride, steps, c, stride)
+                );
             }
         }
         left += panel;
@@ -461,10 +508,11 @@ fn all_see(w: &Scratch<'_>, rows: &Range<usize>, keys: Range<usize>) -> bool {
 
 /// The part of dq of every tile of rows: ds·K, in chunks of keys.
 #[inline(always)]
-unsafe fn query_gradients<V: Vector, const N: usize>(
+unsafe fn query_gradients<V: Vector, S: Step<V>, const N: usize>(
     w: &Scratch<'_>,
     rows: usize,
     keys: usize,
+    (ds, k): (*const f32, *const f32),
     d: usize,
     finite: bool,
 ) {
@@ -487,14 +535,15 @@ unsafe fn query_gradients<V: Vector, const N: usize>(
                         if from >= to {
                             continue;
                         }
+                        let (from, to) = (from / S::DEPTH, to.div_ceil(S::DEPTH));
                         let steps = to - from;
-                        let a = w.ds.add(row * w.p_stride + from);
-                        let b = w.k.add(from * stride + left);
+                        let a = ds.add(row * w.p_stride + from);
+                        let b = k.add(from * stride + left);
                         let c = w.dq.add(row * stride + left);
                         by_vectors!(
                             vectors,
                             N,
-                            add_product::<V, true, TILE_ROWS>(a, w.p_stride, b, stride, steps, c, stride)
+                            add_product::<V, S, true, TILE_ROWS>(a, w.p_stride, b, stride, steps, c, stride)
                         );
                         continue;
                     }
@@ -509,7 +558,7 @@ unsafe fn query_gradients<V: Vector, const N: usize>(
                         by_vectors!(
                             vectors,
                             N,
-                            add_product::<V, true, 1>(a, w.p_stride, b, stride, steps, c, stride)
+                            add_product::<V, Floats, true, 1>(a, w.p_stride, b, stride, steps, c, stride)
                         );
                     }
                 }
@@ -522,7 +571,7 @@ unsafe fn query_gradients<V: Vector, const N: usize>(
 
 /// c += a·b; a lies by rows or (`BY_ROWS` false) by columns.
 #[inline(always)]
-unsafe fn add_product<V: Vector, const BY_ROWS: bool, const R: usize, const M: usize>(
+unsafe fn add_product<V: Vector, S: Step<V>, const BY_ROWS: bool, const R: usize, const M: usize>(
     a: *const f32,
     a_stride: usize,
     b: *const f32,
@@ -533,7 +582,7 @@ unsafe fn add_product<V: Vector, const BY_ROWS: bool, const R: usize, const M: u
 ) {
     // SAFETY: the caller's tiles.
     unsafe {
-        let acc = product::<V, R, M, BY_ROWS>(a, a_stride, b, b_stride, steps);
+        let acc = product::<V, S, R, M, BY_ROWS>(a, a_stride, b, b_stride, steps);
         add_tile(c, c_stride, &acc);
     }
 }
