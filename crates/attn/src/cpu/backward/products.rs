@@ -535,8 +535,7 @@ unsafe fn query_gradients<V: Vector, S: Step<V>, const N: usize>(
                         if from >= to {
                             continue;
                         }
-                        let (from, to) = (from / S::DEPTH, to.div_ceil(S::DEPTH));
-                        let steps = to - from;
+                        let (from, steps) = (from / S::DEPTH, to.div_ceil(S::DEPTH) - from / S::DEPTH);
                         let a = ds.add(row * w.p_stride + from);
                         let b = k.add(from * stride + left);
                         let c = w.dq.add(row * stride + left);
