@@ -4,10 +4,15 @@
 //! The path of one measured answer: [`task::Task::item`] → an endpoint → [`task::Task::score`] → statistics → report. Tasks know no
 //! endpoint and endpoints know no task: [`item`] is what passes between them.
 
+pub mod conditions;
 pub mod count;
+pub mod endpoint;
 pub mod error;
 pub mod item;
+pub mod load;
 pub mod rng;
+pub mod run;
+pub mod stats;
 pub mod task;
 
 pub use error::EvalError;
