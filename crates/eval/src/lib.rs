@@ -4,10 +4,13 @@
 //! The path of one measured answer: [`task::Task::item`] → an endpoint → [`task::Task::score`] → statistics → report. Tasks know no
 //! endpoint and endpoints know no task: [`item`] is what passes between them.
 
+pub mod corpus;
 pub mod count;
 pub mod error;
 pub mod item;
 pub mod rng;
+pub mod score;
 pub mod task;
+pub mod tasks;
 
 pub use error::EvalError;
