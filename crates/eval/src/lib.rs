@@ -5,6 +5,7 @@
 //! endpoint and endpoints know no task: [`item`] is what passes between them.
 
 pub mod conditions;
+pub mod corpus;
 pub mod count;
 pub mod endpoint;
 pub mod error;
@@ -13,6 +14,8 @@ pub mod load;
 pub mod rng;
 pub mod run;
 pub mod stats;
+pub mod score;
 pub mod task;
+pub mod tasks;
 
 pub use error::EvalError;
