@@ -43,7 +43,6 @@ pub const REQUIRED: &[(&str, &str)] = &[
     ("token_counter", "what counted prompts"),
 ];
 
-
 /// One condition.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Condition {
@@ -81,7 +80,8 @@ fn is_known(value: &Value) -> bool {
 }
 
 fn pair(text: &str, flag: &str) -> Result<(String, String), EvalError> {
-    let supported = || format!("NAME=TEXT with a name of docs/evidence-run.md, for instance {}", REQUIRED[1].0);
+    let supported =
+        || format!("NAME=TEXT with a name of docs/evidence-run.md, for instance {}", REQUIRED[1].0);
     let (name, value) = text.split_once('=').ok_or_else(|| EvalError::bad(flag, text, supported()))?;
     let (name, value) = (name.trim(), value.trim());
     if value.is_empty() || !REQUIRED.iter().any(|(n, _)| *n == name) {
@@ -116,8 +116,7 @@ impl Conditions {
         if let Some(reason) = sources.rest_unknown.as_deref().filter(|r| !r.trim().is_empty()) {
             REQUIRED.iter().for_each(|(name, _)| unknown((*name).into(), reason.into()));
         }
-        let missing: Vec<&str> =
-            REQUIRED.iter().map(|(n, _)| *n).filter(|n| !all.contains_key(*n)).collect();
+        let missing: Vec<&str> = REQUIRED.iter().map(|(n, _)| *n).filter(|n| !all.contains_key(*n)).collect();
         if missing.is_empty() {
             return Ok(Conditions(all));
         }

@@ -4,6 +4,7 @@
 //! The path of one measured answer: [`task::Task::item`] → an endpoint → [`task::Task::score`] → statistics → report. Tasks know no
 //! endpoint and endpoints know no task: [`item`] is what passes between them.
 
+pub mod compare;
 pub mod conditions;
 pub mod corpus;
 pub mod count;
@@ -11,10 +12,12 @@ pub mod endpoint;
 pub mod error;
 pub mod item;
 pub mod load;
+pub mod report;
 pub mod rng;
 pub mod run;
-pub mod stats;
 pub mod score;
+pub mod scripted;
+pub mod stats;
 pub mod task;
 pub mod tasks;
 

@@ -54,9 +54,7 @@ fn message(turn: &Turn) -> Value {
     message.insert("role".into(), role(turn.role).into());
     message.insert("content".into(), content(&turn.parts));
     if !turn.tool_calls.is_empty() {
-        let call = |c: &crate::item::ToolCall| {
-            json!({"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}})
-        };
+        let call = |c: &crate::item::ToolCall| json!({"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}});
         message.insert("tool_calls".into(), turn.tool_calls.iter().map(call).collect());
     }
     if let Some(id) = &turn.tool_call_id {

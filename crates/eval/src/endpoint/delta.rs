@@ -85,7 +85,8 @@ impl Growing {
             None if value.get("usage").is_some() => return Ok(added),
             _ => return Err(malformed("no choices in the answer")),
         };
-        let Some(choice) = choices.iter().find(|c| c.get("index").is_none_or(|i| i.as_u64() == Some(0))) else {
+        let Some(choice) = choices.iter().find(|c| c.get("index").is_none_or(|i| i.as_u64() == Some(0)))
+        else {
             return Ok(added);
         };
         if let Some(logprobs) = choice.get("logprobs").filter(|l| !l.is_null())
@@ -169,7 +170,9 @@ impl Growing {
         let start = self.answer.text.trim_start();
         self.thinking |= self.answer.reasoning.is_empty() && start.starts_with(THINK.0);
         let mut carries = if self.thinking { Carries::Reasoning } else { Carries::Answer };
-        if self.thinking && let Some(end) = self.answer.text.find(THINK.1) {
+        if self.thinking
+            && let Some(end) = self.answer.text.find(THINK.1)
+        {
             let rest = self.answer.text.split_off(end + THINK.1.len());
             let said = std::mem::replace(&mut self.answer.text, rest);
             let said = said.trim_start().trim_start_matches(THINK.0);
@@ -276,8 +279,12 @@ mod tests {
     #[test]
     fn tool_calls_are_put_together_from_their_pieces() {
         let call = |index: u32, id: &str, name: &str, arguments: &str| json!({"tool_calls": [{"index": index, "id": id, "function": {"name": name, "arguments": arguments}}]});
-        let (answer, kinds) =
-            grow(&[call(0, "a", "f", ""), call(0, "", "", "{\"x\""), call(1, "b", "g", "{}"), call(0, "", "", ":1}")]);
+        let (answer, kinds) = grow(&[
+            call(0, "a", "f", ""),
+            call(0, "", "", "{\"x\""),
+            call(1, "b", "g", "{}"),
+            call(0, "", "", ":1}"),
+        ]);
         assert_eq!(answer.tool_calls[0].arguments, "{\"x\":1}");
         assert_eq!(answer.tool_calls[1].name, "g");
         assert!(kinds.iter().all(|k| *k == Carries::Tool));
@@ -285,7 +292,11 @@ mod tests {
 
     #[test]
     fn errors_in_the_stream_are_faults() {
-        for error in [json!({"error": {"message": "boom"}}), json!({"error": "boom"}), json!({"object": "error", "message": "boom"})] {
+        for error in [
+            json!({"error": {"message": "boom"}}),
+            json!({"error": "boom"}),
+            json!({"object": "error", "message": "boom"}),
+        ] {
             let fault = Growing::default().add(&error, Protocol::Chat).unwrap_err();
             assert!(fault.kind == FaultKind::InBand && fault.line.contains("boom"), "{fault}");
         }

@@ -219,7 +219,7 @@ fn stream(
         if let Some(at) = more {
             last_at = clock.us(at);
             events.push(&mut raw);
-            while let Some(event) = events.next()? {
+            while let Some(event) = events.pop()? {
                 ended = take_event(&event, last_at, ask, seen, growing)?;
                 if ended {
                     break;
@@ -311,7 +311,8 @@ impl Endpoint for HttpEndpoint {
         let ours = list.iter().find(|m| m["id"].as_str() == Some(&self.options.model));
         if !list.is_empty() && ours.is_none() {
             let names: Vec<&str> = list.iter().filter_map(|m| m["id"].as_str()).take(8).collect();
-            let line = format!("the model {:?} is not served; served: {}", self.options.model, names.join(", "));
+            let line =
+                format!("the model {:?} is not served; served: {}", self.options.model, names.join(", "));
             return Err(Fault::new(FaultKind::Status, line));
         }
         let mut known = Known { kind: "openai".into(), ..Known::default() };

@@ -95,10 +95,7 @@ fn parse_head(raw: &[u8]) -> Result<Option<(Head, usize)>, Fault> {
 }
 
 /// Reads the head. Returns it with its time and the body behind it.
-pub fn read_head<'a>(
-    socket: &'a mut Socket,
-    limits: &'a Limits,
-) -> Result<(Head, Instant, Body<'a>), Fault> {
+pub fn read_head<'a>(socket: &'a mut Socket, limits: &'a Limits) -> Result<(Head, Instant, Body<'a>), Fault> {
     let mut raw = Vec::new();
     loop {
         match socket.fill(&mut raw) {

@@ -73,7 +73,8 @@ pub struct Target {
 impl Target {
     /// Reads `http(s)://host[:port][/path]`; a `/v1` at the end is left to the routes.
     pub fn parse(url: &str) -> Result<Target, EvalError> {
-        let bad = |why: &str| EvalError::bad("endpoint", url, format!("http(s)://host[:port][/path] ({why})"));
+        let bad =
+            |why: &str| EvalError::bad("endpoint", url, format!("http(s)://host[:port][/path] ({why})"));
         let uri: http::Uri = url.parse().map_err(|_| bad("it does not parse"))?;
         let tls = match uri.scheme_str() {
             Some("http") => false,
@@ -177,8 +178,7 @@ impl Socket {
             (timed.deadline, timed.idle) = (deadline, limits.idle);
             return Ok(Socket::Plain(timed));
         };
-        let fail =
-            |e: String| Fault::new(FaultKind::Tls, format!("TLS with {}: {e}", target.authority()));
+        let fail = |e: String| Fault::new(FaultKind::Tls, format!("TLS with {}: {e}", target.authority()));
         let name = ServerName::try_from(target.host.clone()).map_err(|e| fail(e.to_string()))?;
         let session = ClientConnection::new(Arc::clone(config), name).map_err(|e| fail(e.to_string()))?;
         let mut stream = StreamOwned::new(session, timed);

@@ -31,7 +31,7 @@ impl Events {
     }
 
     /// The next complete event.
-    pub fn next(&mut self) -> Result<Option<Event>, Fault> {
+    pub fn pop(&mut self) -> Result<Option<Event>, Fault> {
         let mut start = 0;
         let found = loop {
             let from = self.searched.max(start);
@@ -100,7 +100,7 @@ mod tests {
             let (mut events, mut got) = (Events::default(), Vec::new());
             for piece in text.as_bytes().chunks(size) {
                 events.push(&mut piece.to_vec());
-                while let Some(e) = events.next().unwrap() {
+                while let Some(e) = events.pop().unwrap() {
                     got.push(e.data);
                 }
             }
@@ -115,7 +115,7 @@ mod tests {
         let mut refused = false;
         for _ in 0..200 {
             events.push(&mut vec![b'x'; 64 << 10]);
-            if events.next().is_err() {
+            if events.pop().is_err() {
                 refused = true;
                 break;
             }

@@ -43,7 +43,8 @@ pub enum Arrivals {
 impl Arrivals {
     /// Reads `poisson`, `constant` or `gamma:SHAPE`.
     pub fn parse(text: &str) -> Result<Arrivals, EvalError> {
-        let bad = || EvalError::bad("arrivals", text, "poisson, constant, gamma:SHAPE with a shape in (0, 1000]");
+        let bad =
+            || EvalError::bad("arrivals", text, "poisson, constant, gamma:SHAPE with a shape in (0, 1000]");
         match text.split_once(':') {
             None if text == "poisson" => Ok(Arrivals::Poisson),
             None if text == "constant" => Ok(Arrivals::Constant),
@@ -115,7 +116,11 @@ mod tests {
             let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
             let var = gaps.iter().map(|g| (g - mean) * (g - mean)).sum::<f64>() / gaps.len() as f64;
             assert!((mean * 50.0 - 1.0).abs() < 0.04, "{law:?} mean {mean}");
-            assert!((var / (mean * mean) - want).abs() < 0.12 * want + 1e-6, "{law:?} {}", var / (mean * mean));
+            assert!(
+                (var / (mean * mean) - want).abs() < 0.12 * want + 1e-6,
+                "{law:?} {}",
+                var / (mean * mean)
+            );
         }
         assert_eq!(schedule(3, 50.0, Arrivals::Poisson, 9), schedule(3, 50.0, Arrivals::Poisson, 9));
     }

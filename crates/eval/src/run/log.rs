@@ -66,6 +66,9 @@ pub struct Row {
     /// When it was to be sent, under an open load.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scheduled_us: Option<u64>,
+    /// How long it then waited for a place among the requests in flight.
+    #[serde(default)]
+    pub queued_us: u64,
     /// What became of it.
     pub outcome: Outcome,
     /// Judgement, with the last request of an item.
@@ -205,8 +208,7 @@ impl Log {
             Ok(file)
         };
         let file = open().map_err(|e| io(&path, e))?;
-        let log =
-            Log { folder: folder.to_owned(), header: Mutex::new(header), rows: Mutex::new(file) };
+        let log = Log { folder: folder.to_owned(), header: Mutex::new(header), rows: Mutex::new(file) };
         log.save_header()?;
         Ok((log, done))
     }
@@ -242,7 +244,11 @@ impl Log {
 
 fn refuse_other(folder: &Path, old: &Header, new: &Header) -> Result<(), EvalError> {
     let refuse = |what: String| {
-        Err(EvalError::bad("out", folder.display(), format!("a folder of the same run; it holds another one: {what}")))
+        Err(EvalError::bad(
+            "out",
+            folder.display(),
+            format!("a folder of the same run; it holds another one: {what}"),
+        ))
     };
     if old.pack != new.pack {
         return refuse(format!("pack {} instead of {}", old.pack, new.pack));

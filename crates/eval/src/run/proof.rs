@@ -158,7 +158,8 @@ impl Probe<'_> {
             }
             let first = exchange.chunks.iter().find(|c| c.is_output()).map_or(exchange.end_us, |c| c.0);
             let taken = first.saturating_sub(exchange.sent_us) as f64 / 1e6 / ours.max(1) as f64;
-            proof.seconds_per_prompt_token = Some(proof.seconds_per_prompt_token.map_or(taken, |t| t.max(taken)));
+            proof.seconds_per_prompt_token =
+                Some(proof.seconds_per_prompt_token.map_or(taken, |t| t.max(taken)));
             let found = exchange.answer.text.contains(&value) || exchange.answer.reasoning.contains(&value);
             // Text that the endpoint's own count already misses needs no second question.
             let cut = proof.counted.is_some_and(|(ours, theirs)| is_cut(ours, theirs, self.tolerance));
@@ -185,7 +186,9 @@ impl Probe<'_> {
         if let Some((ours, theirs)) = proof.counted
             && is_cut(ours, theirs, self.tolerance)
         {
-            let line = format!("the endpoint counted {theirs} prompt tokens where {ours} were sent: the prompt was cut");
+            let line = format!(
+                "the endpoint counted {theirs} prompt tokens where {ours} were sent: the prompt was cut"
+            );
             proof.invalid.get_or_insert(line);
         } else if !blind.is_empty() && read {
             let line = format!("what stands at {blind} of the prompt has no influence on the answer");
@@ -195,17 +198,25 @@ impl Probe<'_> {
         {
             let line = format!(
                 "not proven that the whole prompt is read: canaries lost at {}, and no count of prompt tokens to hold against ours",
-                [blind.as_str(), unknown.as_str()].iter().filter(|s| !s.is_empty()).copied().collect::<Vec<_>>().join(", ")
+                [blind.as_str(), unknown.as_str()]
+                    .iter()
+                    .filter(|s| !s.is_empty())
+                    .copied()
+                    .collect::<Vec<_>>()
+                    .join(", ")
             );
             proof.invalid.get_or_insert(line);
         }
         proof.verdict = match &proof.invalid {
             Some(why) => format!("invalid: {why}"),
-            None if blind.is_empty() && unknown.is_empty() && felt.is_empty() => "read: every canary came back".into(),
+            None if blind.is_empty() && unknown.is_empty() && felt.is_empty() => {
+                "read: every canary came back".into()
+            }
             None if blind.is_empty() && unknown.is_empty() => {
                 format!("read: canaries came back or were felt at every depth (felt only at {felt})")
             }
-            None => "counted: the endpoint's count of prompt tokens is ours; canaries were lost by the model".into(),
+            None => "counted: the endpoint's count of prompt tokens is ours; canaries were lost by the model"
+                .into(),
         };
     }
 }

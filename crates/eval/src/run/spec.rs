@@ -94,7 +94,15 @@ impl Spec {
     /// Hash of what decides the prompts.
     pub fn pack(&self) -> String {
         let decides = serde_json::json!([
-            self.generator, self.seed, self.tasks, self.lengths, self.samples, self.views, self.reserve_tokens, self.haystack, self.counter,
+            self.generator,
+            self.seed,
+            self.tasks,
+            self.lengths,
+            self.samples,
+            self.views,
+            self.reserve_tokens,
+            self.haystack,
+            self.counter,
         ]);
         blake3::hash(decides.to_string().as_bytes()).to_hex()[..16].to_owned()
     }
@@ -155,11 +163,8 @@ pub fn plan(
             }
         }
     }
-    let work = Work {
-        input_tokens: prompt_tokens as f64,
-        output_tokens: answer_tokens as f64,
-        ..Work::default()
-    };
+    let work =
+        Work { input_tokens: prompt_tokens as f64, output_tokens: answer_tokens as f64, ..Work::default() };
     let token_cost = cost::costs(&Prices { per_hour: None, ..spec.prices }, &work).first().map(|c| c.total);
     let per_length = spec.samples as usize * spec.tasks.len();
     let longest = spec.lengths.iter().max().copied().unwrap_or(0) as u64;
@@ -176,7 +181,11 @@ pub fn plan(
 fn check(spec: &Spec, max_model_len: Option<usize>) -> Result<(), EvalError> {
     let listed = |field: &str, n: usize, distinct: usize| {
         if n == 0 || n != distinct {
-            return Err(EvalError::bad(field, format!("{n} of which {distinct} are distinct"), "a list without doubles"));
+            return Err(EvalError::bad(
+                field,
+                format!("{n} of which {distinct} are distinct"),
+                "a list without doubles",
+            ));
         }
         Ok(())
     };
@@ -203,10 +212,18 @@ fn check(spec: &Spec, max_model_len: Option<usize>) -> Result<(), EvalError> {
     }
     for &length in &spec.lengths {
         if length <= spec.reserve_tokens {
-            return Err(EvalError::bad("lengths", length, format!("above the {} reserved tokens", spec.reserve_tokens)));
+            return Err(EvalError::bad(
+                "lengths",
+                length,
+                format!("above the {} reserved tokens", spec.reserve_tokens),
+            ));
         }
         if let Some(limit) = max_model_len.filter(|&limit| length > limit) {
-            return Err(EvalError::bad("lengths", length, format!("at most {limit}, which the endpoint's context holds")));
+            return Err(EvalError::bad(
+                "lengths",
+                length,
+                format!("at most {limit}, which the endpoint's context holds"),
+            ));
         }
     }
     Ok(())

@@ -77,7 +77,9 @@ mod tests {
     use super::*;
 
     fn items(n: u64, per_cluster: u64, score: impl Fn(u64) -> f64) -> Vec<Scored> {
-        (0..n).map(|i| Scored { stratum: 0, cluster: i / per_cluster, score: score(i / per_cluster) }).collect()
+        (0..n)
+            .map(|i| Scored { stratum: 0, cluster: i / per_cluster, score: score(i / per_cluster) })
+            .collect()
     }
 
     #[test]

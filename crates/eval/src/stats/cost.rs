@@ -74,7 +74,12 @@ pub fn costs(prices: &Prices, work: &Work) -> Vec<Cost> {
             + work.cached_tokens * cached
             + work.output_tokens * prices.output_per_million.unwrap_or(0.0))
             / 1e6;
-        all.push(Cost { by: "tokens".into(), total, per_correct_answer: per_correct(total), ..Cost::default() });
+        all.push(Cost {
+            by: "tokens".into(),
+            total,
+            per_correct_answer: per_correct(total),
+            ..Cost::default()
+        });
     }
     all
 }

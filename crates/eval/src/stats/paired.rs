@@ -46,9 +46,7 @@ pub fn compare(pairs: &[(f64, f64)], label: &str) -> Paired {
     let mut drawn: Vec<f64> = if n == 0 {
         vec![f64::NAN]
     } else {
-        let one = |rng: &mut ItemRng| {
-            mean((0..n).map(|_| pairs[rng.below(n)]).map(|(a, b)| b - a).sum())
-        };
+        let one = |rng: &mut ItemRng| mean((0..n).map(|_| pairs[rng.below(n)]).map(|(a, b)| b - a).sum());
         (0..super::bootstrap::DRAWS).map(|_| one(&mut rng)).collect()
     };
     drawn.sort_by(f64::total_cmp);
@@ -80,8 +78,7 @@ mod tests {
     #[test]
     fn pairing_sees_what_two_intervals_hide() {
         // B loses 6 of 100 items and gains none: both means lie inside each other's Wilson interval.
-        let pairs: Vec<(f64, f64)> =
-            (0..100).map(|i| (f64::from(i < 80), f64::from(i < 74))).collect();
+        let pairs: Vec<(f64, f64)> = (0..100).map(|i| (f64::from(i < 80), f64::from(i < 74))).collect();
         let got = compare(&pairs, "t");
         assert!(got.mcnemar_p.unwrap() < 0.05 && got.difference.high < 0.0, "{got:?}");
         assert_eq!((got.only_a, got.only_b), (6, 0));

@@ -14,6 +14,8 @@ use crate::endpoint::{Chunk, Exchange};
 pub struct Request<'a> {
     /// When it was to be sent, under an open load.
     pub scheduled_us: Option<u64>,
+    /// How long it waited for a place among the requests in flight.
+    pub queued_us: u64,
     /// What came.
     pub exchange: &'a Exchange,
 }
@@ -21,8 +23,10 @@ pub struct Request<'a> {
 /// What one completed request took.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Timing {
-    /// Sent − scheduled.
+    /// Sent − scheduled, less the wait for a place in flight: the client's own lateness.
     pub lag: Option<f64>,
+    /// Wait for a place in flight.
+    pub queue: Option<f64>,
     /// First token − sent.
     pub ttft: f64,
     /// First token − scheduled.
@@ -78,7 +82,8 @@ pub fn timing(request: &Request<'_>) -> Option<Timing> {
     let answer = x.chunks.iter().find(|c| matches!(c.1, crate::endpoint::Carries::Answer));
     let schedule = |at: u64| request.scheduled_us.map(|s| ms(at, s));
     Some(Timing {
-        lag: schedule(x.sent_us),
+        lag: schedule(x.sent_us).map(|l| (l - request.queued_us as f64 / 1e3).max(0.0)),
+        queue: request.scheduled_us.map(|_| request.queued_us as f64 / 1e3),
         ttft: ms(first.0, x.sent_us),
         ttft_schedule: schedule(first.0),
         ttfo: answer.map(|c| ms(c.0, x.sent_us)),
@@ -161,7 +166,7 @@ pub struct Serving {
     /// Requests whose output token count rests on chunks alone.
     pub tokens_guessed: usize,
     /// Distributions by name: `ttft_ms`, `ttft_schedule_ms`, `ttfo_ms`, `tpot_ms`, `itl_ms`, `icl_ms`, `e2el_ms`,
-    /// `e2el_schedule_ms`, `ntpot_ms`, `client_lag_ms`.
+    /// `e2el_schedule_ms`, `ntpot_ms`, `client_lag_ms`, `client_queue_ms`.
     pub times: BTreeMap<String, Summary>,
     /// Goodput, where goals were given.
     pub goodput: Option<Goodput>,
@@ -214,6 +219,7 @@ fn distributions(timings: &[Timing]) -> BTreeMap<String, Summary> {
     };
     let all = |f: fn(&Timing) -> Option<f64>| timings.iter().filter_map(f).collect::<Vec<f64>>();
     put("client_lag_ms", all(|t| t.lag));
+    put("client_queue_ms", all(|t| t.queue));
     put("ttft_ms", all(|t| Some(t.ttft)));
     put("ttft_schedule_ms", all(|t| t.ttft_schedule));
     put("ttfo_ms", all(|t| t.ttfo));
@@ -251,7 +257,8 @@ pub fn summarise(sessions: &[Vec<Request<'_>>], goals: &Goals) -> Serving {
     });
     let good = timings.iter().filter(|t| goals.meets(t)).count() as f64;
     let by_chunks = |r: &&Request<'_>| {
-        r.exchange.tokens_by == crate::endpoint::TokensBy::Chunks && r.exchange.usage.completion_tokens.is_none()
+        r.exchange.tokens_by == crate::endpoint::TokensBy::Chunks
+            && r.exchange.usage.completion_tokens.is_none()
     };
     Serving {
         duration,
@@ -285,8 +292,7 @@ fn first_and_last_event(x: &Exchange) -> Option<(f64, f64)> {
 
 /// How other tools read the same requests.
 pub fn readings(all: &[Request<'_>]) -> Vec<Reading> {
-    let done: Vec<(&Exchange, Timing)> =
-        all.iter().filter_map(|r| Some((r.exchange, timing(r)?))).collect();
+    let done: Vec<(&Exchange, Timing)> = all.iter().filter_map(|r| Some((r.exchange, timing(r)?))).collect();
     let mut table = Vec::new();
     let mut put = |tool: &str, metric: &str, formula: &str, samples: Vec<f64>| {
         let mut sorted: Vec<f64> = samples.into_iter().filter(|x| x.is_finite()).collect();
@@ -307,7 +313,12 @@ pub fn readings(all: &[Request<'_>]) -> Vec<Reading> {
         done.iter().filter_map(|(x, t)| f(x, t)).collect()
     };
     let over = |a: f64, n: f64| (n >= 1.0).then(|| a / n);
-    put("suanpan", "TPOT", "(last token − first token) / (n − tokens of the first chunk)", per(&|_, t| t.tpot));
+    put(
+        "suanpan",
+        "TPOT",
+        "(last token − first token) / (n − tokens of the first chunk)",
+        per(&|_, t| t.tpot),
+    );
     put(
         "vLLM",
         "TTFT",
@@ -370,18 +381,20 @@ mod tests {
     #[test]
     fn chunks_are_not_tokens_and_a_role_is_not_the_first() {
         let x = bundled();
-        let t = timing(&Request { scheduled_us: Some(0), exchange: &x }).unwrap();
+        let t = timing(&Request { scheduled_us: Some(0), queued_us: 0, exchange: &x }).unwrap();
         assert_eq!((t.ttft, t.e2el, t.lag), (100.0, 380.0, Some(1.0)));
         assert_eq!(t.ttft_schedule, Some(101.0));
         assert!((t.tpot.unwrap() - 10.0).abs() < 1e-9, "{:?}", t.tpot);
         assert_eq!(t.itl.len(), 28);
-        assert!(t.itl.iter().all(|g| (g - 10.0).abs() < 1e-9) && t.icl.iter().all(|g| (g - 40.0).abs() < 1e-9));
+        assert!(
+            t.itl.iter().all(|g| (g - 10.0).abs() < 1e-9) && t.icl.iter().all(|g| (g - 40.0).abs() < 1e-9)
+        );
     }
 
     #[test]
     fn five_tools_read_one_log_five_ways() {
         let x = bundled();
-        let table = readings(&[Request { scheduled_us: None, exchange: &x }]);
+        let table = readings(&[Request { scheduled_us: None, queued_us: 0, exchange: &x }]);
         let mean = |tool: &str, metric: &str| {
             table.iter().find(|r| r.tool == tool && r.metric == metric).unwrap().mean_ms
         };
@@ -400,7 +413,7 @@ mod tests {
         let good = bundled();
         let fault = crate::endpoint::Fault::new(crate::endpoint::FaultKind::Busy, "status 429");
         let bad = Exchange { sent_us: 0, end_us: 1_000, fault: Some(fault), ..Exchange::default() };
-        let request = |exchange| Request { scheduled_us: None, exchange };
+        let request = |exchange| Request { scheduled_us: None, queued_us: 0, exchange };
         let goals = Goals { ttft_ms: Some(150.0), ..Goals::default() };
         let s = summarise(&[vec![request(&good), request(&bad), request(&bad)]], &goals);
         assert_eq!((s.completed, s.failed, s.failures["busy"]), (1, 2, 2));
