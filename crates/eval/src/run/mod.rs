@@ -26,8 +26,9 @@ use spec::Spec;
 
 /// Requests without an answer in a row after which the run stops.
 const FAULTS_IN_A_ROW: usize = 5;
-/// Prompts that are built ahead of an open load.
-const BUILT_AHEAD: usize = 4;
+/// Tokens of prompts that are built ahead of an open load, and the number of prompts: enough to follow a burst, few where they are long.
+const BUILT_AHEAD_TOKENS: usize = 2 << 20;
+const BUILT_AHEAD: std::ops::RangeInclusive<usize> = 2..=256;
 /// Below this a sleep may overshoot: the rest is waited for without sleeping.
 const SPIN: Duration = Duration::from_micros(300);
 
@@ -200,7 +201,9 @@ impl Session<'_> {
 
     /// A schedule that waits for nobody.
     fn open(&self, times: &[u64], most_in_flight: usize) {
-        let (sender, receiver) = sync_channel(BUILT_AHEAD);
+        let longest = self.runner.spec.lengths.iter().max().copied().unwrap_or(1);
+        let ahead = (BUILT_AHEAD_TOKENS / longest.max(1)).clamp(*BUILT_AHEAD.start(), *BUILT_AHEAD.end());
+        let (sender, receiver) = sync_channel(ahead);
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 while let Some(cell) = self.next() {
