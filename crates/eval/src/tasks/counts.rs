@@ -134,18 +134,20 @@ impl CommonWords {
         let (mut others, mut costs): (Vec<String>, Vec<usize>) = (Vec::new(), Vec::new());
         let full = cell.view == View::Full;
         let room = frame.room(if full { 0 } else { tokens });
-        while full {
-            let word = vocabulary.next(&mut rng);
-            let more = cost(&word, repeats.other);
-            let fits = room.as_ref().is_ok_and(|room| tokens + more <= *room);
-            if !fits && others.len() >= LEAST_OTHERS {
-                break;
-            }
-            tokens += more;
-            others.push(word);
-            costs.push(more);
-            if !fits && others.len() == LEAST_OTHERS {
-                return Err(frame.too_short(frame.fixed_tokens() + tokens));
+        if full {
+            loop {
+                let word = vocabulary.next(&mut rng);
+                let more = cost(&word, repeats.other);
+                let fits = room.as_ref().is_ok_and(|room| tokens + more <= *room);
+                if !fits && others.len() >= LEAST_OTHERS {
+                    break;
+                }
+                tokens += more;
+                others.push(word);
+                costs.push(more);
+                if !fits && others.len() == LEAST_OTHERS {
+                    return Err(frame.too_short(frame.fixed_tokens() + tokens));
+                }
             }
         }
         room?;
