@@ -6,8 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use serde_json::{Map, Value, json};
-use suanpan_engine::stream::TimedOut;
-use suanpan_engine::{EngineHandle, EngineOptions, Event, FinishReason, Request, SamplingParams};
+use suanpan_engine::{EngineHandle, EngineOptions, Event, FinishReason, Request, SamplingParams, TimedOut};
 use suanpan_eval::count::Counter;
 use suanpan_eval::endpoint::{
     Ask, Carries, Chunk, Clock, Endpoint, Exchange, Fault, FaultKind, Known, Protocol, TokensBy, Usage, body,
@@ -231,6 +230,16 @@ fn mask(model: &Model) -> String {
     }
 }
 
+/// The command line without its keys.
+fn flags(args: impl Iterator<Item = String>) -> Vec<String> {
+    let mut hide = false;
+    let mut one = |arg: String| {
+        let hidden = std::mem::replace(&mut hide, arg == "--api-key");
+        if hidden || arg.starts_with("--api-key=") { "(hidden)".to_owned() } else { arg }
+    };
+    args.map(&mut one).collect()
+}
+
 /// What the engine knows of the conditions of a measurement, by the names of `suanpan_eval::conditions`.
 pub fn conditions(
     spec: &str,
@@ -239,14 +248,14 @@ pub fn conditions(
     options: &EngineOptions,
 ) -> Map<String, Value> {
     let heads = model.config.heads;
-    let formats = suanpan_model::inspect(model, engine.door().max_model_len, options.kv_cache_dtype).formats;
+    let formats = suanpan_model::inspect::inspect(model, engine.door().max_model_len, options.kv_cache_dtype).formats;
     let weights: Vec<String> = formats.iter().map(|f| format!("{} ({})", f.format, f.tensors)).collect();
     let threads = match options.threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
         n => n,
     };
     let driver = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let flags: Vec<String> = std::env::args().skip(1).collect();
+    let flags = flags(std::env::args().skip(1));
     let hash = model_hash(spec).ok().flatten();
     let all = json!({
         "device": cpu(),

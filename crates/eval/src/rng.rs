@@ -73,6 +73,11 @@ impl ItemRng {
         all
     }
 
+    /// One word of a list, which is not empty.
+    pub fn word(&mut self, all: &[&'static str]) -> &'static str {
+        all[self.below(all.len())]
+    }
+
     /// A uniform order (Fisher-Yates).
     pub fn shuffle<T>(&mut self, all: &mut [T]) {
         for i in (1..all.len()).rev() {

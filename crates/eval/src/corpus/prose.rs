@@ -76,8 +76,7 @@ impl Writer<'_> {
     }
 
     fn pick(&mut self, words: &'static [&'static str]) -> &'static str {
-        let word: &&'static str = self.rng.pick(words);
-        word
+        self.rng.word(words)
     }
 
     /// One of the alternatives, written.

@@ -11,6 +11,7 @@ use crate::count::Counter;
 use crate::endpoint::{Ask, Carries, Exchange, FaultKind, Protocol, TokensBy, body};
 use crate::item::{Answer, Cell, Finish, Item, Part, Prompt, Role, Turn};
 use crate::load::Load;
+use crate::pack;
 use crate::task::Task;
 
 /// Most requests of one item.
@@ -50,28 +51,6 @@ fn salted(prompt: &Prompt, salt: Option<&str>) -> Prompt {
         None => prompt.turns.insert(0, Turn::text(Role::User, salt)),
     }
     prompt
-}
-
-/// Hash of an item's prompt as it would be sent without a salt, pictures and tools included.
-pub fn prompt_hash(prompt: &Prompt) -> String {
-    let mut hasher = blake3::Hasher::new();
-    for turn in &prompt.turns {
-        hasher.update(format!("{:?}", turn.role).as_bytes());
-        for part in &turn.parts {
-            match part {
-                Part::Text { text } => hasher.update(b"t").update(text.as_bytes()),
-                Part::Image { bytes, .. } => hasher.update(b"i").update(bytes),
-            };
-        }
-        for call in &turn.tool_calls {
-            hasher.update(call.name.as_bytes()).update(call.arguments.as_bytes());
-        }
-    }
-    hasher.update(prompt.lead_in.as_deref().unwrap_or("").as_bytes());
-    for tool in &prompt.tools {
-        hasher.update(tool.to_string().as_bytes());
-    }
-    hasher.finalize().to_hex()[..32].to_owned()
 }
 
 /// Gives each chunk its tokens where the server did not: the counter's count of the text so far, scaled to the server's total.
@@ -170,10 +149,6 @@ impl Conversation<'_> {
             // The lead-in belongs to the first answer of the raw protocol, and to no count of another.
             prompt.lead_in = None;
         }
-        let text = body::raw_text(&prompt);
-        let counter = runner.kit.counter;
-        let (prompt_bytes, prompt_tokens) = (text.len(), counter.count(&text));
-        drop(text);
         let ask = Ask {
             prompt: &prompt,
             protocol: spec.protocol,
@@ -184,6 +159,11 @@ impl Conversation<'_> {
             limits: runner.limits,
         };
         let mut exchange = runner.endpoint.ask(&ask, &session.clock);
+        // Counting a long prompt takes longer than sending it: never before it is sent.
+        let text = body::raw_text(&prompt);
+        let counter = runner.kit.counter;
+        let (prompt_bytes, prompt_tokens) = (text.len(), counter.count(&text));
+        drop(text);
         spread_tokens(&mut exchange, counter);
         let outcome = self.outcome(&exchange, prompt_tokens, answers);
         let needed: Vec<f64> = self.item.facts.iter().filter(|f| f.needed).map(|f| f.depth).collect();
@@ -193,7 +173,7 @@ impl Conversation<'_> {
             attempt,
             session: session.number,
             salt,
-            prompt_blake3: prompt_hash(&self.item.prompt),
+            prompt_blake3: pack::prompt_hash(self.item),
             prompt_bytes,
             prompt_tokens,
             cluster: self
@@ -266,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_prompts_begin_alike_and_the_item_keeps_its_hash() {
+    fn no_two_prompts_begin_alike() {
         let cell = |index| Cell { task: "t".into(), length_tokens: 9, index, view: Default::default() };
         let lines = [
             salt_line(1, &cell(0), 0),
@@ -280,6 +260,5 @@ mod tests {
         let prompt = Prompt { turns: vec![Turn::text(Role::User, "x")], ..Prompt::default() };
         let with = salted(&prompt, Some("[s]\n"));
         assert_eq!(body::raw_text(&with), "[s]\nx");
-        assert_ne!(prompt_hash(&with), prompt_hash(&prompt));
     }
 }

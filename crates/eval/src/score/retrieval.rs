@@ -140,9 +140,13 @@ pub fn silence(answer: &Answer) -> Option<Failure> {
     }
 }
 
-/// All gold answers in a row: right under both readings.
-pub fn right(item: &Item) -> Answer {
-    Answer { text: item.gold.join(", "), ..Answer::default() }
+/// All gold answers in a row, or the first way to say it: right under both readings.
+pub fn right(item: &Item, combine: Combine) -> Answer {
+    let text = match combine {
+        Combine::All => item.gold.join(", "),
+        Combine::Any => item.gold.first().cloned().unwrap_or_default(),
+    };
+    Answer { text, ..Answer::default() }
 }
 
 /// As many different ones as are asked, drawn from gold and decoys.

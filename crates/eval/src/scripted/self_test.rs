@@ -452,7 +452,7 @@ impl SelfTest<'_> {
             let (want, from_schedule, from_sent) =
                 (linear(&waits, 99.0), p("ttft_schedule_ms", 99.0), p("ttft_ms", 99.0));
             let ok = (from_schedule - want).abs() <= 0.05 * want && from_sent < 30.0 && report.valid;
-            let got = format!("from the schedule {from_schedule:.1} ms (predicted {want:.1}), from the sending {from_sent:.1} ms");
+            let got = format!("from the schedule {from_schedule:.1} ms (predicted {want:.1}), from the sending {from_sent:.1} ms {}", report.invalid.join("; "));
             Ok((got, ok))
         })
     }

@@ -358,6 +358,16 @@ pub fn depths(first: f64, n: usize) -> Vec<f64> {
     (0..n).map(|i| (first + i as f64 / n as f64).fract()).collect()
 }
 
+/// Depths of `n` facts in their order: one in each of `n` equal stretches.
+pub fn spread(rng: &mut ItemRng, n: usize) -> Vec<f64> {
+    (0..n).map(|i| (i as f64 + rng.unit()) / n as f64).collect()
+}
+
+/// Room for an answer: what the public evaluation gives, or what the right answer takes where the counter's tokens are smaller.
+pub fn answer_tokens(kit: &Kit<'_>, upstream: usize, gold: &[String]) -> usize {
+    upstream.max(kit.counter.count(&gold.join(", ")) + 8)
+}
+
 /// Prose from a random place of the haystack, in paragraphs of seven sentences. Every unit but the first begins with its separator.
 pub fn prose<'a>(
     haystack: &'a dyn Haystack,

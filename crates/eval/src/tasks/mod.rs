@@ -6,10 +6,39 @@ use crate::EvalError;
 use crate::item::{Answer, Finish};
 use crate::task::Task;
 
+/// The judging half of a task whose answers name things (`score/retrieval.rs`).
+macro_rules! named_answers {
+    ($combine:expr) => {
+        fn score(&self, item: &crate::item::Item, answers: &[crate::item::Answer]) -> crate::item::Score {
+            crate::score::retrieval::score(item, crate::tasks::last(answers), $combine)
+        }
+
+        fn right_answer(&self, item: &crate::item::Item, _: &[crate::item::Answer]) -> crate::item::Answer {
+            crate::score::retrieval::right(item, $combine)
+        }
+
+        fn chance(&self, item: &crate::item::Item) -> f64 {
+            crate::score::retrieval::chance(item, $combine)
+        }
+
+        fn guess(
+            &self,
+            item: &crate::item::Item,
+            draw: &mut dyn FnMut(usize) -> usize,
+        ) -> crate::item::Answer {
+            crate::score::retrieval::guess(item, $combine, draw)
+        }
+    };
+}
+
 pub mod build;
+pub mod counts;
 pub mod niah;
 pub mod options;
+pub mod qa;
 pub mod values;
+pub mod vt;
+pub mod world;
 
 /// Every task, in the order in which they are listed.
 pub fn all() -> &'static [&'static dyn Task] {
@@ -25,6 +54,11 @@ static ALL: &[&dyn Task] = &[
     &niah::MULTIKEY_3,
     &niah::MULTIVALUE,
     &niah::MULTIQUERY,
+    &vt::Tracking,
+    &counts::CommonWords,
+    &counts::FrequentWords,
+    &qa::OneHop,
+    &qa::TwoHops,
 ];
 
 /// The task of a name, whose knobs are checked: `niah_single_1`, `needle_grid:depth=25`.

@@ -3,13 +3,13 @@
 
 use serde_json::json;
 
-use super::build::{Context, Frame, Insert, depths, prose, rng};
+use super::build::{Context, Frame, Insert, answer_tokens, depths, prose, rng};
 use super::options::Options;
 use super::values::{Kind, Source};
 use crate::EvalError;
-use crate::item::{Answer, Cell, Item, Score};
+use crate::item::{Cell, Item};
 use crate::rng::ItemRng;
-use crate::score::retrieval::{self, Combine};
+use crate::score::retrieval::Combine;
 use crate::task::{Kit, Knob, Range, Task};
 
 /// What the needles lie in.
@@ -117,7 +117,8 @@ impl Niah {
         format!("The {} of {key}: {value}.", value_name(self.value))
     }
 
-    fn frame<'a>(&self, kit: &'a Kit<'a>, cell: &'a Cell, asked: &[String]) -> Frame<'a> {
+    fn frame<'a>(&self, kit: &'a Kit<'a>, cell: &'a Cell, asked: &[String], gold: &[String]) -> Frame<'a> {
+        let answer_tokens = answer_tokens(kit, ANSWER_TOKENS, gold);
         let what = value_name(self.value);
         let keys = match asked {
             [one] => one.clone(),
@@ -142,7 +143,7 @@ impl Niah {
         };
         let lead_in =
             if many { format!("\nThe {what}s of {keys}:") } else { format!("\nThe {what} of {keys}:") };
-        Frame { kit, cell, head, tail, lead_in: Some(lead_in), answer_tokens: ANSWER_TOKENS }
+        Frame { kit, cell, head, tail, lead_in: Some(lead_in), answer_tokens }
     }
 
     /// Keys that differ in their last word as well: what follows a key is then determined by little of it.
@@ -191,7 +192,9 @@ impl Task for Niah {
             }
         }
         let asked: Vec<String> = keys[..self.asked].to_vec();
-        let frame = self.frame(kit, cell, &asked);
+        let gold: Vec<String> =
+            needles.iter().filter(|(key, _)| *key < self.asked).map(|(_, v)| v.clone()).collect();
+        let frame = self.frame(kit, cell, &asked, &gold);
         let first = options.whole("depth").map_or_else(|| frame.depth(), |p| p as f64 / 100.0);
         let separator = if self.hay == Hay::Prose { " " } else { "" };
         let end = if self.hay == Hay::Prose { "" } else { "\n" };
@@ -206,7 +209,6 @@ impl Task for Niah {
             .collect();
         let mut decoys: Vec<String> =
             needles.iter().filter(|(key, _)| *key >= self.asked).map(|(_, v)| v.clone()).collect();
-        let gold = needles.iter().filter(|(key, _)| *key < self.asked).map(|(_, v)| v.clone()).collect();
         let mut filler = rng(kit, cell, "filler");
         let context: Context = match self.hay {
             Hay::Lines => frame.fill(&inserts, 5, |i, out| {
@@ -244,19 +246,5 @@ impl Task for Niah {
         frame.finish(context, gold, decoys, [("asked", json!(asked)), ("target_depth", json!(first))])
     }
 
-    fn score(&self, item: &Item, answers: &[Answer]) -> Score {
-        retrieval::score(item, super::last(answers), Combine::All)
-    }
-
-    fn right_answer(&self, item: &Item, _answers: &[Answer]) -> Answer {
-        retrieval::right(item)
-    }
-
-    fn chance(&self, item: &Item) -> f64 {
-        retrieval::chance(item, Combine::All)
-    }
-
-    fn guess(&self, item: &Item, draw: &mut dyn FnMut(usize) -> usize) -> Answer {
-        retrieval::guess(item, Combine::All, draw)
-    }
+    named_answers!(Combine::All);
 }

@@ -118,11 +118,7 @@ fn a_guess_is_as_good_as_it_says() {
         }
         // Five standard deviations, and one for the boundaries of small chances.
         let bound = 5.0 * variance.sqrt() + 1.0;
-        assert!(
-            (got - expected as f64).abs() <= bound,
-            "{}: {got} instead of {expected} of {n}",
-            task.name()
-        );
+        assert!((got - expected).abs() <= bound, "{}: {got} instead of {expected} of {n}", task.name());
     }
 }
 

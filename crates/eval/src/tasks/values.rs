@@ -52,7 +52,7 @@ impl Source {
 
 fn one(kind: Kind, rng: &mut ItemRng) -> String {
     match kind {
-        Kind::Words => format!("{}-{}", rng.pick(words::adjectives()), rng.pick(words::nouns())),
+        Kind::Words => format!("{}-{}", rng.word(words::adjectives()), rng.word(words::nouns())),
         Kind::Code => code(rng, 9),
         Kind::Number => (1_000_000 + rng.below(9_000_000)).to_string(),
         Kind::Uuid => uuid(rng),
