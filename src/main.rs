@@ -8,6 +8,8 @@ mod cmd_bench;
 mod cmd_demo;
 mod cmd_doctor;
 mod cmd_eval;
+mod cmd_eval_report;
+mod cmd_eval_run;
 mod cmd_generate;
 mod cmd_inspect;
 mod cmd_ledger;
@@ -15,6 +17,7 @@ mod cmd_ledger_parallel;
 mod cmd_perplexity;
 mod cmd_serve;
 mod engine_flags;
+mod eval_engine;
 
 use std::process::ExitCode;
 
