@@ -8,6 +8,7 @@ pub mod corpus;
 pub mod count;
 pub mod error;
 pub mod item;
+pub mod loaders;
 pub mod pack;
 pub mod rng;
 pub mod score;

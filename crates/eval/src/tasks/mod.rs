@@ -57,6 +57,7 @@ pub mod babi;
 pub mod build;
 pub mod copy;
 pub mod counts;
+pub mod distraction;
 pub mod graph;
 pub mod grid;
 pub mod keyed;
@@ -68,6 +69,7 @@ pub mod options;
 pub mod procedure;
 pub mod qa;
 pub mod ruler2;
+pub mod tools;
 pub mod values;
 pub mod vt;
 pub mod world;
@@ -131,6 +133,8 @@ static ALL: &[&dyn Task] = &[
     &procedure::PathFollowing,
     &procedure::TableExtract,
     &keyed::ManyShot,
+    &distraction::Distraction,
+    &tools::ToolCalling,
 ];
 
 /// The task of a name, whose knobs are checked: `niah_single_1`, `needle_grid:depth=25`.

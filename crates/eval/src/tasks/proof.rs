@@ -161,7 +161,8 @@ fn no_budget_is_exceeded_and_little_is_left() {
             for view in [View::Full, View::Focused, View::ClosedBook] {
                 let item = task.item(&kit(counter), &Cell { view, ..cell(task.name(), length, 3) }).unwrap();
                 let lead = item.prompt.lead_in.as_deref().unwrap_or("");
-                let counted = counter.count(&item.text()) + counter.count(lead);
+                let tools: usize = item.prompt.tools.iter().map(|t| counter.count(&t.to_string())).sum();
+                let counted = counter.count(&item.text()) + counter.count(lead) + tools;
                 assert!(counted + item.answer_tokens <= length, "{:?} {}", item.cell, counter.name());
                 assert!(
                     counted.abs_diff(item.prompt_tokens) <= counted / 20 + 8,
