@@ -12,6 +12,7 @@ pub mod endpoint;
 pub mod error;
 pub mod item;
 pub mod load;
+pub mod loaders;
 pub mod pack;
 pub mod report;
 pub mod rng;

@@ -190,6 +190,30 @@ pub fn chance(item: &Item, combine: Combine) -> f64 {
     sum / item.gold.len() as f64
 }
 
+/// One answer drawn from all gold answers and decoys.
+pub fn guess_one(item: &Item, draw: &mut dyn FnMut(usize) -> usize) -> Answer {
+    let pool: Vec<&str> = item.gold.iter().chain(&item.decoys).map(String::as_str).collect();
+    if pool.is_empty() { Answer::default() } else { says(pool[draw(pool.len())]) }
+}
+
+/// The mean compatible score of [`guess_one`], by asking the scorer about each.
+pub fn chance_one(item: &Item, score: impl Fn(&Answer) -> Score) -> f64 {
+    let pool = item.gold.iter().chain(&item.decoys);
+    let sum: f64 = pool.map(|p| score(&says(p)).compatible).sum();
+    sum / (item.gold.len() + item.decoys.len()).max(1) as f64
+}
+
+/// An answer of plain text.
+pub fn says(text: impl Into<String>) -> Answer {
+    Answer { text: text.into(), ..Answer::default() }
+}
+
+/// A score with a failure for whatever is not strictly right: silence first, then `otherwise`.
+pub fn judged(answer: &Answer, compatible: f64, strict: f64, otherwise: Failure) -> Score {
+    let failure = (strict < 1.0).then(|| silence(answer).unwrap_or(otherwise));
+    Score { compatible, strict, failure, detail: BTreeMap::new() }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -210,7 +234,7 @@ mod tests {
     }
 
     fn says(item: &Item, text: &str) -> Score {
-        score(item, &Answer { text: text.into(), ..Answer::default() }, Combine::All)
+        score(item, &super::says(text), Combine::All)
     }
 
     #[test]

@@ -134,6 +134,13 @@ impl Units {
         self.text.truncate(self.ends.last().copied().unwrap_or(0));
     }
 
+    /// Drops the last `n` units.
+    pub fn drop_last(&mut self, n: usize) {
+        let kept = self.len().saturating_sub(n);
+        let room = self.tokens[..kept].iter().sum();
+        self.shrink(room);
+    }
+
     fn unit(&self, i: usize) -> &str {
         let start = if i == 0 { 0 } else { self.ends[i - 1] };
         &self.text[start..self.ends[i]]

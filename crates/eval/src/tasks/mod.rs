@@ -31,11 +31,45 @@ macro_rules! named_answers {
     };
 }
 
+/// The drawing half of a task that judges by itself: the first or all gold answers are right, and a guess is one of gold and decoys.
+macro_rules! drawn_answers {
+    ($combine:expr) => {
+        fn right_answer(&self, item: &crate::item::Item, _: &[crate::item::Answer]) -> crate::item::Answer {
+            crate::score::retrieval::right(item, $combine)
+        }
+
+        fn chance(&self, item: &crate::item::Item) -> f64 {
+            let score = |a: &crate::item::Answer| self.score(item, std::slice::from_ref(a));
+            crate::score::retrieval::chance_one(item, score)
+        }
+
+        fn guess(
+            &self,
+            item: &crate::item::Item,
+            draw: &mut dyn FnMut(usize) -> usize,
+        ) -> crate::item::Answer {
+            crate::score::retrieval::guess_one(item, draw)
+        }
+    };
+}
+
+pub mod babi;
 pub mod build;
+pub mod copy;
 pub mod counts;
+pub mod distraction;
+pub mod graph;
+pub mod grid;
+pub mod keyed;
+pub mod mrcr;
 pub mod niah;
+pub mod no_overlap;
+pub mod numbers;
 pub mod options;
+pub mod procedure;
 pub mod qa;
+pub mod ruler2;
+pub mod tools;
 pub mod values;
 pub mod vt;
 pub mod world;
@@ -59,6 +93,48 @@ static ALL: &[&dyn Task] = &[
     &counts::FrequentWords,
     &qa::OneHop,
     &qa::TwoHops,
+    &grid::NeedleGrid,
+    &grid::UuidChain,
+    &ruler2::CELLS[0],
+    &ruler2::CELLS[1],
+    &ruler2::CELLS[2],
+    &ruler2::CELLS[3],
+    &ruler2::CELLS[4],
+    &ruler2::CELLS[5],
+    &ruler2::CELLS[6],
+    &ruler2::CELLS[7],
+    &ruler2::CELLS[8],
+    &ruler2::CELLS[9],
+    &ruler2::CELLS[10],
+    &ruler2::CELLS[11],
+    &babi::TYPES[0],
+    &babi::TYPES[1],
+    &babi::TYPES[2],
+    &babi::TYPES[3],
+    &babi::TYPES[4],
+    &babi::TYPES[5],
+    &babi::TYPES[6],
+    &babi::TYPES[7],
+    &babi::TYPES[8],
+    &babi::TYPES[9],
+    &no_overlap::ONE_HOP,
+    &no_overlap::TWO_HOPS,
+    &mrcr::Mrcr,
+    &graph::BFS,
+    &graph::PARENTS,
+    &numbers::LatentList,
+    &keyed::DontKnow,
+    &keyed::JsonKv,
+    &numbers::PASSKEY,
+    &numbers::DIGIT_STRING,
+    &numbers::Extremes,
+    &numbers::RunningSum,
+    &copy::Copy,
+    &procedure::PathFollowing,
+    &procedure::TableExtract,
+    &keyed::ManyShot,
+    &distraction::Distraction,
+    &tools::ToolCalling,
 ];
 
 /// The task of a name, whose knobs are checked: `niah_single_1`, `needle_grid:depth=25`.

@@ -146,6 +146,15 @@ impl Niah {
         Frame { kit, cell, head, tail, lead_in: Some(lead_in), answer_tokens }
     }
 
+    fn key_kind(&self, asked: &str) -> Kind {
+        match asked {
+            "words" => Kind::Words,
+            "code" => Kind::Code,
+            "uuid" => Kind::Uuid,
+            _ => self.key,
+        }
+    }
+
     /// Keys that differ in their last word as well: what follows a key is then determined by little of it.
     fn keys(&self, rng: &mut ItemRng, kind: Kind) -> (Vec<String>, Source) {
         let mut source = Source::new(kind);
@@ -176,12 +185,7 @@ impl Task for Niah {
 
     fn item(&self, kit: &Kit<'_>, cell: &Cell) -> Result<Item, EvalError> {
         let options = Options::of(self, &cell.task)?;
-        let key_kind = match options.word("key") {
-            "words" => Kind::Words,
-            "code" => Kind::Code,
-            "uuid" => Kind::Uuid,
-            _ => self.key,
-        };
+        let key_kind = self.key_kind(options.word("key"));
         let mut facts = rng(kit, cell, "facts");
         let (keys, mut key_source) = self.keys(&mut facts, key_kind);
         let mut values = Source::new(self.value);
