@@ -6,8 +6,9 @@
 
 use super::codes::{CODE_LEN, FIXED};
 use super::stream::{
-    ASKS, ASKS_HOPS, COPY, COUNT, COUNT_UNIT, FOUND, HEADS, HIDDEN, IS_BEGIN, IS_NUMBER, NULL, ONE, PAST,
-    TIMES, TIMES_LEN, UNSCALE, WANTED, full_norm, group, key_sign, products, token_codes, value_sign,
+    ASKS, ASKS_HOPS, BEGIN_AT, COPY, COUNT, COUNT_UNIT, FOUND, HEADS, HIDDEN, IS_BEGIN, IS_NUMBER, NULL, ONE,
+    PAST, SEEN, TIMES, TIMES_LEN, UNSCALE, UNSEEN, WANTED, full_norm, group, key_sign, products, token_codes,
+    value_sign,
 };
 use super::vocab::{BEGIN, END, VOCAB_SIZE, number};
 use super::{GAIN, LOGIT_GAIN, MAX_HOPS};
@@ -23,9 +24,8 @@ const BY_VALUE: f32 = 8.0;
 const BY_COUNT: f32 = 9.0;
 const BY_KEY: f32 = 12.0;
 const OFF: f32 = 16.0;
-/// Element 0 of the key, and of the counted value, in the row of `BEGIN`; and the factor that makes it of that row's flag, which is 2.
-const BEGIN_KEY: f32 = 8.0;
-const BEGIN_FACTOR: f32 = BEGIN_KEY / 2.0;
+/// What stands for 1 where shares are counted: in a row of nothing else the rotation of coded caches makes it ±1 everywhere.
+const COUNTED: f32 = 8.0;
 /// Weight of each element of `WANTED`.
 const BY_TIMES: f32 = 8.0;
 
@@ -54,18 +54,22 @@ fn code_entries(block: usize) -> impl Iterator<Item = (usize, usize)> {
 
 /// Element 0 of keys: +1 behind a colon, whose code differs from all others in the sign of element 1; −1 behind words; 8 in the row of `BEGIN`.
 fn behind_colon(k: &mut Matrix) {
-    both(k, key_sign, 0, &[(COPY[1] + 1, -1.0), (IS_BEGIN, BEGIN_FACTOR)]);
+    both(k, key_sign, 0, &[(COPY[1] + 1, -1.0), (COPY[0] + BEGIN_AT, 1.0), (COPY[0], -1.0)]);
 }
 
-/// Writes 1 / (n + 1) to `COUNT`: every row that `key` gives the code of the query weighs as much as `BEGIN`, which alone has a value.
+/// Writes 1 / (n + 1) to `COUNT`: every row that `key` gives the code of the query weighs as much as `BEGIN`, which alone has a value in element 0; element 1 has the same in every row.
 fn count_by(name: &str, query: usize, key: usize, [mut q, mut k, mut v, mut o]: [Matrix; 4]) -> LayerWeights {
-    all_queries(&mut q, 0, &[(ONE, BY_COUNT)]);
+    // Not the constant: codes of a cache may have changed the copied code by a common factor, and a match must still tie with BEGIN.
+    all_queries(&mut q, 0, &[(query, BY_COUNT)]);
     code_entries(query).for_each(|(d, col)| all_queries(&mut q, d, &[(col, 1.0)]));
     code_entries(key).for_each(|(d, col)| both(&mut k, key_sign, d, &[(col, 1.0)]));
-    both(&mut v, value_sign, 0, &[(IS_BEGIN, BEGIN_FACTOR)]);
+    both(&mut v, value_sign, 0, &[(IS_BEGIN, 0.5 * COUNTED)]);
+    both(&mut v, value_sign, 1, &[(ONE, COUNTED)]);
     for h in 0..HEADS.num_q_heads {
-        let part = COUNT_UNIT / (BEGIN_KEY * HEADS.num_q_heads as f32);
-        o.set(COUNT, h * DIM, part * value_sign(group(h), 0));
+        let part = |d: usize| value_sign(group(h), d) / (COUNTED * HEADS.num_q_heads as f32);
+        o.set(COUNT, h * DIM, COUNT_UNIT * part(0));
+        o.set(SEEN, h * DIM + 1, part(1));
+        o.set(UNSEEN, h * DIM + 1, -part(1));
     }
     Matrix::attention(name, full_norm(), [q, k, v, o])
 }
@@ -82,7 +86,7 @@ pub(super) fn times_layer(name: &str) -> LayerWeights {
 pub(super) fn count_layer(name: &str) -> LayerWeights {
     let mut products = products();
     // Every row counts, behind a colon or not.
-    both(&mut products[1], key_sign, 0, &[(COPY[0], 1.0), (IS_BEGIN, BEGIN_FACTOR)]);
+    both(&mut products[1], key_sign, 0, &[(COPY[0] + BEGIN_AT, 1.0)]);
     count_by(name, FOUND, COPY[0], products)
 }
 
@@ -98,7 +102,8 @@ fn thresholds(name: &str) -> Ffn {
         let half_gap = 0.5 * (above - below);
         let slope = (32.0 / half_gap).log2().ceil().exp2();
         for (unit, step) in [(2 * j, 0.0), (2 * j + 1, 1.0)] {
-            gate.set(unit, ONE, slope * 0.5 * (above + below) + step);
+            gate.set(unit, SEEN, slope * 0.5 * (above + below));
+            gate.set(unit, ONE, step);
             gate.set(unit, COUNT, -slope / COUNT_UNIT);
             up.set(unit, ONE, 1.0);
             down.set(TIMES + j, unit, 2.0 - 4.0 * step);
@@ -203,7 +208,7 @@ pub(super) fn number_head(name: &str) -> Tensor {
     for t in 0..VOCAB_SIZE {
         if let Some(n) = number(t) {
             let x = (n + 2) as f64;
-            m.set(t, ONE, super::count::LINE_GAIN * (3.0 * x * x) as f32);
+            m.set(t, SEEN, super::count::LINE_GAIN * (3.0 * x * x) as f32);
             m.set(t, COUNT, super::count::LINE_GAIN * (-2.0 * x * x * x / f64::from(COUNT_UNIT)) as f32);
         }
     }

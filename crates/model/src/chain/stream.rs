@@ -46,16 +46,18 @@ const TWO: usize = PAST + 1;
 pub(super) const COUNT: usize = TWO + 1;
 /// 2 in the row of [`BEGIN`], 0 anywhere else.
 pub(super) const IS_BEGIN: usize = COUNT + 1;
-const PAD: usize = IS_BEGIN + 1;
-/// The last element, always 0.
-const SPARE: usize = HIDDEN - 1;
+/// 1 until the counting layer, then 0: it makes room for [`SEEN`].
+pub(super) const UNSEEN: usize = IS_BEGIN + 1;
+const PAD: usize = UNSEEN + 1;
+/// The 1 that counts are shares of, 0 before the counting layer: it comes the same way, and what codes of a cache make of it they make of a count.
+pub(super) const SEEN: usize = HIDDEN - 1;
 
 /// Elements of [`TIMES`] and [`WANTED`].
 pub(super) const TIMES_LEN: usize = 4;
 /// So small that its square changes no mean square by more than one rounding.
 pub(super) const COUNT_UNIT: f32 = 1.0 / 64.0;
-/// The element of [`BEGIN`]'s code that is not 0, one that no layer reads, and its size: as many squares as any code has.
-const BEGIN_AT: usize = 2;
+/// The element of [`BEGIN`]'s code that is not 0, one that is +1 in every word, and its size: as many squares as any code has.
+pub(super) const BEGIN_AT: usize = 2;
 const BEGIN_SIZE: f32 = 8.0;
 
 /// Score of the right offset in the window layer; any other scores minus half of it.
@@ -64,8 +66,8 @@ const OFFSET_GAIN: f32 = 64.0;
 pub(super) const UNSCALE: f32 = 8.0;
 const DIM: usize = CODE_LEN;
 
-// All flags, with SPARE, IS_BEGIN and COUNT at 0 and TWO at 2, make 64 squares.
-const _: () = assert!(HIDDEN - ONE == CODE_LEN && PAD < SPARE && HEADS.num_q_heads == COPY.len() + 1);
+// All flags, with SEEN, IS_BEGIN and COUNT at 0 and TWO at 2, make 64 squares.
+const _: () = assert!(HIDDEN - ONE == CODE_LEN && PAD < SEEN && HEADS.num_q_heads == COPY.len() + 1);
 
 /// A character of the group that codes are functions on: a code times it is as bent as before.
 fn character(mask: usize, x: usize) -> f32 {
@@ -111,7 +113,7 @@ pub(super) fn embed(name: &str) -> Tensor {
         m.set(t, IS_NUMBER, sign(number(t).is_some()));
         (2..=MAX_HOPS).for_each(|h| m.set(t, ASKS_HOPS + h - 2, sign(hops >= Some(h))));
         m.set(t, TWO, 2.0);
-        let ones = [ONE, NULL].into_iter().chain(WANTED..TWO).chain(PAD..SPARE);
+        let ones = [ONE, NULL].into_iter().chain(WANTED..TWO).chain(UNSEEN..SEEN);
         ones.for_each(|c| m.set(t, c, 1.0));
     }
     m.tensor_bf16(name)
