@@ -9,6 +9,7 @@ pub mod config;
 pub mod config_json;
 pub mod error;
 mod experts;
+pub mod export;
 pub mod facts;
 pub mod family;
 pub mod folder;
