@@ -42,9 +42,12 @@ pub const GAIN: f32 = 8.0;
 pub const LEAD: f32 = 7.0;
 /// Logit of the found word over [`CODE_LEN`]; the next best stands at least half as far below.
 pub const LOGIT_GAIN: f32 = 1.0;
-/// The smallest difference between the best and the second logit that a right stack shows with floats in its cache, or with codes where no key
-/// has several values. The exact margin is 32; the slack is a thousand roundings of f32 at the size of the largest logit.
+/// The smallest difference between the best and the second logit that a right stack shows with floats in its cache. The exact margin is 32; the slack
+/// is a thousand roundings of f32 at the size of the largest logit.
 pub const MIN_MARGIN: f32 = 32.0 * LOGIT_GAIN - 0.01;
+/// The same with codes: a row's scale is rounded to bf16, so what is copied or found is off by a factor within 1 ± 2^−7, and a difference of two
+/// of them once more a layer.
+pub const MIN_MARGIN_CODES: f32 = 31.0 * LOGIT_GAIN;
 /// Far below half an ulp of every mean square here (1/3 and 1), so it changes no bit.
 const EPS: f32 = 1e-12;
 

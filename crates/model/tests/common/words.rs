@@ -11,19 +11,26 @@ use suanpan_model::{Model, ModelConfig, Tokenizer, Weights, builtin};
 use super::driver::{Driver, Extend, best, last, options};
 use super::random::wrap;
 
+static CHAIN: LazyLock<Arc<Model>> = LazyLock::new(|| Arc::new(builtin::load("builtin:chain").unwrap()));
+static COUNT: LazyLock<Arc<Model>> = LazyLock::new(|| Arc::new(builtin::load("builtin:count").unwrap()));
+
 fn tokenizer() -> &'static Tokenizer {
-    static MODEL: LazyLock<Model> = LazyLock::new(|| builtin::load("builtin:chain").unwrap());
-    &MODEL.tokenizer
+    &CHAIN.tokenizer
 }
 
-/// A built-in model by its name.
-pub fn model(spec: &str) -> Arc<Model> {
-    Arc::new(builtin::load(spec).unwrap())
+/// `builtin:chain`.
+pub fn chain() -> Arc<Model> {
+    Arc::clone(&CHAIN)
 }
 
-/// The same after a change.
-pub fn changed(spec: &str, change: impl FnOnce(&mut ModelConfig, &mut Weights)) -> Arc<Model> {
-    let Model { mut config, mut weights, .. } = builtin::load(spec).unwrap();
+/// `builtin:count`.
+pub fn count() -> Arc<Model> {
+    Arc::clone(&COUNT)
+}
+
+/// A model after a change.
+pub fn changed(model: &Model, change: impl FnOnce(&mut ModelConfig, &mut Weights)) -> Arc<Model> {
+    let (mut config, mut weights) = (model.config.clone(), model.weights.clone());
     change(&mut config, &mut weights);
     wrap(config, weights)
 }
