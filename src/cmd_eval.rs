@@ -39,7 +39,7 @@ enum What {
 
 #[derive(clap::Args)]
 struct KvErrorArgs {
-    /// The model: a file or folder, builtin:recall, or `hf:owner/name[@revision][:file.gguf]`.
+    /// The model: a file or folder, builtin:recall (or :chain, :count), or `hf:owner/name[@revision][:file.gguf]`.
     #[arg(long)]
     model: String,
     /// Text to read; several files follow one another.

@@ -15,7 +15,7 @@ use crate::engine_flags::{self, EngineFlags};
 
 #[derive(clap::Args)]
 pub struct ServeArgs {
-    /// The model: a file or folder, builtin:recall, or `hf:owner/name[@revision][:file.gguf]`.
+    /// The model: a file or folder, builtin:recall (or :chain, :count), or `hf:owner/name[@revision][:file.gguf]`.
     #[arg(value_name = "MODEL", required_unless_present = "model", conflicts_with = "model")]
     model_positional: Option<String>,
     /// The same, as a flag.

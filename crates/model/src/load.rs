@@ -1,7 +1,8 @@
-//! One door for every model: reads a spec (path, `builtin:recall`, `hf:owner/name`) and gives a checked, runnable model.
+//! One door for every model: reads a spec (path, `builtin:name`, `hf:owner/name`) and gives a checked, runnable model.
 
 use std::path::{Path, PathBuf};
 
+use crate::builtin;
 use crate::config::ModelConfig;
 use crate::config_json;
 use crate::error::ModelError;
@@ -14,7 +15,7 @@ use crate::tokenizer::{GgufVocab, Tokenizer};
 use crate::weights::Weights;
 
 /// The forms of a model's name.
-pub const FORMS: &str = "a .gguf file, a folder with config.json, a .safetensors file beside one, builtin:recall, hf:owner/name[@revision][:file.gguf]";
+pub const FORMS: &str = "a .gguf file, a folder with config.json, a .safetensors file beside one, builtin:recall, builtin:chain, builtin:count, hf:owner/name[@revision][:file.gguf]";
 
 /// A model that is complete and checked: every tensor the architecture needs is there with its right shape.
 pub struct Model {
@@ -74,17 +75,14 @@ pub struct LoadProgress {
 }
 
 /// Loads `spec`: a `.gguf` file, a folder with `config.json`, `*.safetensors` and `tokenizer.json`, one `.safetensors` beside
-/// its `config.json`, `builtin:recall`, or `hf:owner/name[@revision][:file.gguf]`.
+/// its `config.json`, a [`builtin`](crate::builtin) name, or `hf:owner/name[@revision][:file.gguf]`.
 pub fn load(
     spec: &str,
     opts: &LoadOptions,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<Model, ModelError> {
-    let model = if let Some(name) = spec.strip_prefix("builtin:") {
-        if name != crate::recall::NAME {
-            return Err(bad_spec(spec, "no builtin model of that name", "builtin:recall"));
-        }
-        return builtin_recall();
+    let model = if spec.starts_with(builtin::PREFIX) {
+        return builtin::load(spec);
     } else if let Some(name) = spec.strip_prefix("hf:") {
         match from_hub(&HubSpec::parse(name)?, opts, progress)? {
             HubFiles::Folder(path) => load_folder(&path, None)?,
@@ -100,23 +98,6 @@ pub fn load(
         read_weights(&model.weights, progress);
     }
     Ok(model)
-}
-
-fn builtin_recall() -> Result<Model, ModelError> {
-    let bad = |e: &dyn std::fmt::Display| ModelError::Tokenizer {
-        file: "builtin:recall".into(),
-        message: e.to_string(),
-    };
-    let tokenizer = Tokenizer::bytes(&[], None, None).map_err(|e| bad(&e))?;
-    let template = ChatTemplate::compile(crate::recall::CHAT_TEMPLATE, None, None).map_err(|e| bad(&e))?;
-    Ok(Model {
-        config: crate::recall::config(),
-        weights: crate::recall::weights(),
-        tokenizer,
-        chat_template: Some(template),
-        file_bytes: 0,
-        warnings: Vec::new(),
-    })
 }
 
 fn bad_spec(spec: &str, found: impl Into<String>, supported: &str) -> ModelError {

@@ -6,7 +6,7 @@
 
 mod added;
 mod build;
-mod byte_map;
+pub(crate) mod byte_map;
 mod bytes;
 mod detokenizer;
 mod gguf;
