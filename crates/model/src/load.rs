@@ -141,6 +141,9 @@ pub fn from_gguf(gguf: &Gguf) -> Result<Model, ModelError> {
     let chat_template = chat_template.map(|t| compile_template(gguf.name(), t, &tokenizer)).transpose()?;
     config.add_bos = begins_with_bos(&config, &tokenizer);
     check_vocabulary(gguf.name(), &config, &tokenizer)?;
+    for id in ends_of_turns(&tokenizer) {
+        add_end(&mut config, id);
+    }
     let file_bytes = gguf.source().len() as u64;
     Ok(Model { config, weights, tokenizer, chat_template, file_bytes, warnings: Vec::new() })
 }
@@ -173,6 +176,10 @@ fn load_folder(path: &Path, file: Option<&str>) -> Result<Model, ModelError> {
     let (tokenizer, chat_template) = folder_tokenizer(&folder)?;
     config.add_bos = begins_with_bos(&config, &tokenizer);
     check_vocabulary(&folder.name(), &config, &tokenizer)?;
+    // What a fine-tune's template ends its turns with often stands nowhere else.
+    if let Some(id) = tokenizer.special_ids().eos {
+        add_end(&mut config, id);
+    }
     Ok(Model { config, weights, tokenizer, chat_template, file_bytes: shards.bytes(), warnings })
 }
 
@@ -199,6 +206,34 @@ fn compile_template(file: &str, source: &str, tokenizer: &Tokenizer) -> Result<C
         |id: Option<u32>| id.and_then(|id| tokenizer.token_bytes(id)).and_then(|b| String::from_utf8(b).ok());
     ChatTemplate::compile(source, text(ids.bos).as_deref(), text(ids.eos).as_deref())
         .map_err(|e| ModelError::Template { file: file.into(), message: e.to_string() })
+}
+
+/// Spellings of control tokens that end a text or a turn. GGUF files often name only one of theirs (early Llama 3 files not the one that
+/// its template writes), and llama.cpp goes by these.
+const ENDS: [&str; 9] = [
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<\u{ff5c}end\u{2581}of\u{2581}sentence\u{ff5c}>",
+];
+
+/// The control tokens of a GGUF vocabulary that end a text or a turn by their spelling.
+fn ends_of_turns(tokenizer: &Tokenizer) -> impl Iterator<Item = u32> {
+    let control = |text: &str| tokenizer.id_of(text).filter(|&id| tokenizer.is_special(id));
+    // gpt-oss ends a part of an answer with what ends Phi-3's whole one.
+    let parts = control("<|return|>").is_some();
+    ENDS.into_iter().filter(move |&text| !(parts && text == "<|end|>")).filter_map(control)
+}
+
+fn add_end(config: &mut ModelConfig, id: u32) {
+    if !config.eos_token_ids.contains(&id) {
+        config.eos_token_ids.push(id);
+    }
 }
 
 fn begins_with_bos(config: &ModelConfig, tokenizer: &Tokenizer) -> bool {
