@@ -105,9 +105,10 @@ pub fn compare(args: &CompareArgs) -> anyhow::Result<()> {
 pub fn tasks(args: &TasksArgs) -> anyhow::Result<()> {
     if args.json {
         let one = |t: &&'static dyn Task| {
-            let knobs = t.knobs().iter().map(
-                |k| json!({"name": k.name, "range": k.range.to_string(), "about": k.about}),
-            );
+            let knobs = t
+                .knobs()
+                .iter()
+                .map(|k| json!({"name": k.name, "range": k.range.to_string(), "about": k.about}));
             json!({"name": t.name(), "about": t.about(), "knobs": knobs.collect::<Vec<_>>()})
         };
         println!("{}", serde_json::to_string_pretty(&tasks::all().iter().map(one).collect::<Vec<_>>())?);
@@ -128,8 +129,7 @@ pub fn self_test(args: &SelfTestArgs) -> anyhow::Result<()> {
     let named = names.into_iter().map(|n| Ok((n.clone(), tasks::by_name(&n)?)));
     let tasks: Vec<(String, &'static dyn Task)> = named.collect::<anyhow::Result<_>>()?;
     let folder = std::env::temp_dir().join(format!("suanpan-self-test-{}", std::process::id()));
-    let test =
-        SelfTest { tasks: &tasks, lengths: &args.lengths, samples: args.samples, folder: &folder };
+    let test = SelfTest { tasks: &tasks, lengths: &args.lengths, samples: args.samples, folder: &folder };
     let checks = test.all(&mut |c| {
         if !args.json {
             println!("{} {}: {} (expected: {})", if c.ok { "ok " } else { "BAD" }, c.name, c.got, c.expected);

@@ -211,8 +211,7 @@ fn in_process(args: &RunArgs, spec: &str) -> anyhow::Result<Party> {
         None => Protocol::Completion,
     };
     let name = model.config.name.clone();
-    let endpoint =
-        EngineEndpoint { engine, model: Arc::clone(&model), name: name.clone(), conditions };
+    let endpoint = EngineEndpoint { engine, model: Arc::clone(&model), name: name.clone(), conditions };
     let known = endpoint.known()?;
     Ok(Party {
         endpoint: Box::new(endpoint),

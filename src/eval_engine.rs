@@ -83,7 +83,11 @@ impl EngineEndpoint {
         let prompt = self.prompt(ask)?;
         let limit = self.engine.door().max_model_len;
         if prompt.len() + ask.max_tokens > limit {
-            let line = format!("{} prompt and {} answer tokens in a context of {limit}", prompt.len(), ask.max_tokens);
+            let line = format!(
+                "{} prompt and {} answer tokens in a context of {limit}",
+                prompt.len(),
+                ask.max_tokens
+            );
             return Err(Fault::new(FaultKind::Overflow, line));
         }
         let params = SamplingParams {
@@ -248,7 +252,8 @@ pub fn conditions(
     options: &EngineOptions,
 ) -> Map<String, Value> {
     let heads = model.config.heads;
-    let formats = suanpan_model::inspect::inspect(model, engine.door().max_model_len, options.kv_cache_dtype).formats;
+    let formats =
+        suanpan_model::inspect::inspect(model, engine.door().max_model_len, options.kv_cache_dtype).formats;
     let weights: Vec<String> = formats.iter().map(|f| format!("{} ({})", f.format, f.tensors)).collect();
     let threads = match options.threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from),

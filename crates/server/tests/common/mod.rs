@@ -69,7 +69,13 @@ impl Server {
         let engine = Engine::new(Arc::clone(&model), engine).expect("the engine fits");
         let handle = EngineHandle::spawn(engine, HandleOptions { max_requests }).expect("the engine starts");
         let max_model_len = handle.door().max_model_len;
-        let facts = EngineFacts { max_model_len, max_requests, cache_config: vec![], capabilities: vec![], conditions: serde_json::Map::new() };
+        let facts = EngineFacts {
+            max_model_len,
+            max_requests,
+            cache_config: vec![],
+            capabilities: vec![],
+            conditions: serde_json::Map::new(),
+        };
         let app = App::new(handle, model, facts, options);
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let addr = listener.local_addr().expect("an address");
