@@ -3,7 +3,8 @@
 /// Cells of a distance table that are computed at most; what is longer is judged by its common start and end.
 const MAX_CELLS: usize = 100_000_000;
 
-/// Levenshtein distance of two sequences. Beyond [`MAX_CELLS`] after common start and end: the longer of the two rests, an upper bound.
+/// Levenshtein distance of two sequences. Where the table would be too large
+/// after common start and end: the longer of the two rests, an upper bound.
 pub fn distance<T: PartialEq>(a: &[T], b: &[T]) -> usize {
     let start = common_start(a, b);
     let (a, b) = (&a[start..], &b[start..]);

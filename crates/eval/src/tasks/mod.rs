@@ -55,6 +55,7 @@ macro_rules! drawn_answers {
 
 pub mod babi;
 pub mod build;
+pub mod code;
 pub mod copy;
 pub mod counts;
 pub mod distraction;
@@ -135,6 +136,8 @@ static ALL: &[&dyn Task] = &[
     &keyed::ManyShot,
     &distraction::Distraction,
     &tools::ToolCalling,
+    &code::CONSTANT,
+    &code::CALLERS,
 ];
 
 /// The task of a name, whose knobs are checked: `niah_single_1`, `needle_grid:depth=25`.
