@@ -114,7 +114,7 @@ impl EngineEndpoint {
                     if seen.first_logprobs.is_none() && ask.logprobs {
                         let top = logprobs.first().map(|p| &p.top);
                         seen.first_logprobs =
-                            top.map(|top| top.iter().map(|t| json!([t.token, t.logprob])).collect());
+                            top.map(|top| top.iter().map(|t| json!([t.id, t.logprob])).collect());
                     }
                     // Text may lag behind its tokens; the token is what was made at this moment.
                     let kind = if tokens.is_empty() { Carries::Nothing } else { Carries::Answer };

@@ -145,37 +145,7 @@ pub fn curves(
         text(&mut out, width - right, y(t) - 4.0, "end", "#b23a48", &format!("{:.1}", t * 100.0));
     }
     for (i, s) in series.iter().enumerate() {
-        let hue = HUES[i % HUES.len()];
-        let upper: Vec<String> = s.points.iter().map(|p| format!("{:.1},{:.1}", x(p.0), y(p.3))).collect();
-        let lower: Vec<String> =
-            s.points.iter().rev().map(|p| format!("{:.1},{:.1}", x(p.0), y(p.1))).collect();
-        let _ = write!(
-            out,
-            "<polygon points=\"{} {}\" fill=\"{hue}\" opacity=\"0.15\"/>",
-            upper.join(" "),
-            lower.join(" ")
-        );
-        let line: Vec<String> = s.points.iter().map(|p| format!("{:.1},{:.1}", x(p.0), y(p.2))).collect();
-        let _ = write!(
-            out,
-            "<polyline points=\"{}\" fill=\"none\" stroke=\"{hue}\" stroke-width=\"2\"/>",
-            line.join(" ")
-        );
-        for p in &s.points {
-            let _ = write!(
-                out,
-                "<line x1=\"{0:.1}\" x2=\"{0:.1}\" y1=\"{1:.1}\" y2=\"{2:.1}\" stroke=\"{hue}\" opacity=\"0.5\"/><circle cx=\"{0:.1}\" cy=\"{3:.1}\" r=\"3\" fill=\"{hue}\"><title>{4} at {5} tokens: {6:.1} [{7:.1}, {8:.1}]</title></circle>",
-                x(p.0),
-                y(p.1),
-                y(p.3),
-                y(p.2),
-                escape(&s.name),
-                p.0,
-                p.2 * 100.0,
-                p.1 * 100.0,
-                p.3 * 100.0
-            );
-        }
+        curve(&mut out, s, HUES[i % HUES.len()], &x, &y);
     }
     if series.len() > 1 {
         let names: Vec<(&str, &str)> =
@@ -183,6 +153,39 @@ pub fn curves(
         legend(&mut out, left, height - 5.0, &names);
     }
     out + "</svg>"
+}
+
+/// One series: its band, its line, and its points with their intervals.
+fn curve(out: &mut String, s: &Series, hue: &str, x: &impl Fn(usize) -> f64, y: &impl Fn(f64) -> f64) {
+    let upper: Vec<String> = s.points.iter().map(|p| format!("{:.1},{:.1}", x(p.0), y(p.3))).collect();
+    let lower: Vec<String> = s.points.iter().rev().map(|p| format!("{:.1},{:.1}", x(p.0), y(p.1))).collect();
+    let _ = write!(
+        out,
+        "<polygon points=\"{} {}\" fill=\"{hue}\" opacity=\"0.15\"/>",
+        upper.join(" "),
+        lower.join(" ")
+    );
+    let line: Vec<String> = s.points.iter().map(|p| format!("{:.1},{:.1}", x(p.0), y(p.2))).collect();
+    let _ = write!(
+        out,
+        "<polyline points=\"{}\" fill=\"none\" stroke=\"{hue}\" stroke-width=\"2\"/>",
+        line.join(" ")
+    );
+    for p in &s.points {
+        let _ = write!(
+            out,
+            "<line x1=\"{0:.1}\" x2=\"{0:.1}\" y1=\"{1:.1}\" y2=\"{2:.1}\" stroke=\"{hue}\" opacity=\"0.5\"/><circle cx=\"{0:.1}\" cy=\"{3:.1}\" r=\"3\" fill=\"{hue}\"><title>{4} at {5} tokens: {6:.1} [{7:.1}, {8:.1}]</title></circle>",
+            x(p.0),
+            y(p.1),
+            y(p.3),
+            y(p.2),
+            escape(&s.name),
+            p.0,
+            p.2 * 100.0,
+            p.1 * 100.0,
+            p.3 * 100.0
+        );
+    }
 }
 
 fn legend(out: &mut String, left: f64, y: f64, names: &[(&str, &str)]) {
