@@ -53,7 +53,7 @@ pub struct RunArgs {
     /// A model to run in this process: a file or folder, a builtin, or `hf:owner/name[@revision][:file.gguf]`.
     #[arg(long, required_unless_present = "endpoint", conflicts_with = "endpoint")]
     model: Option<String>,
-    /// An OpenAI-compatible endpoint: http(s)://host[:port][/path]. Its key is read from SUANPAN_API_KEY or OPENAI_API_KEY.
+    /// An OpenAI-compatible endpoint: http(s)://host:port/path. Its key is read from SUANPAN_API_KEY or OPENAI_API_KEY.
     #[arg(long, requires = "served_model_name", conflicts_with = "EngineFlags")]
     endpoint: Option<String>,
     /// Name of the model there.
