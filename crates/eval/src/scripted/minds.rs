@@ -159,8 +159,8 @@ fn earlier_answer(message: &Value) -> Answer {
     }
 }
 
-/// All text of a request.
-fn all_text(asked: &Asked) -> String {
+/// All text of a request: a byte is a token here.
+pub(super) fn all_text(asked: &Asked) -> String {
     if let Some(prompt) = asked.body["prompt"].as_str() {
         return prompt.to_owned();
     }

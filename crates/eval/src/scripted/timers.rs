@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
+use super::minds::all_text;
 use super::server::{Asked, Script, Step, done, ends, event, stream_head, text_chunk, wait_until};
 
 /// When tokens come.
@@ -24,7 +25,8 @@ pub struct Pace {
 
 impl Pace {
     /// The steps of one answer. Every token is four bytes. A bundle is sent when its last token is there.
-    pub fn steps(&self, chat: bool) -> Vec<Step> {
+    pub fn steps(&self, asked: &Asked) -> Vec<Step> {
+        let chat = asked.is_chat();
         let mut steps = vec![Step::Send(stream_head())];
         if self.role_first {
             let role = json!({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]});
@@ -38,7 +40,7 @@ impl Pace {
             steps.push(Step::Send(event(&text_chunk(chat, &"abc ".repeat(n as usize)))));
         }
         let tokens = u64::from(self.tokens);
-        steps.extend(ends(chat, "stop", 10, tokens).map(|e| Step::Send(event(&e))));
+        steps.extend(ends(chat, "stop", all_text(asked).len() as u64, tokens).map(|e| Step::Send(event(&e))));
         steps.push(Step::Send(done()));
         steps
     }
@@ -46,7 +48,7 @@ impl Pace {
 
 impl Script for Pace {
     fn steps(&self, asked: &Asked) -> Vec<Step> {
-        Pace::steps(self, asked.is_chat())
+        Pace::steps(self, asked)
     }
 }
 
@@ -79,7 +81,7 @@ impl Script for Drawn {
             bundle: 1,
             role_first: false,
         };
-        Pace::steps(&pace, asked.is_chat())
+        Pace::steps(&pace, asked)
     }
 }
 
@@ -102,6 +104,6 @@ impl Script for Stall {
         drop(turn);
         let pace =
             Pace { first: Duration::ZERO, gap: Duration::ZERO, tokens: 1, bundle: 1, role_first: false };
-        Pace::steps(&pace, asked.is_chat())
+        Pace::steps(&pace, asked)
     }
 }
