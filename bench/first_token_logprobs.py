@@ -4,7 +4,8 @@
 usage: bench/first_token_logprobs.py OUT.json MODEL.gguf LONGEST [f32|int16|int8]
 First: scripts/fetch-texts, bench/peers/llama_cpp.sh build, cargo build --release -p suanpan-model --examples. A prompt is near a tie where
 the peer's two best are within 0.1; log-probabilities are compared over tokens that either gives more than e^-5.
-Environment: TOP (the example top_logprobs), ENCODE, PEER, TEXT.
+Environment: TOP (the example top_logprobs), ENCODE, PEER, TEXT, and PEER_MODEL: the same weights as F32 (bench/peers/gguf_to_f32.py), which
+the peer then multiplies with floats and with keys and values in f32, so that what it rounds does not hide what we do.
 """
 import json
 import os
@@ -17,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOP = os.environ.get("TOP", str(ROOT / "target/release/examples/top_logprobs"))
 ENCODE = os.environ.get("ENCODE", str(ROOT / "target/release/examples/encode_file"))
 PEER = os.environ.get("PEER", str(ROOT / ".cache/peers/llama.cpp/bin/positions_llama_cpp"))
+PEER_MODEL = os.environ.get("PEER_MODEL")
 TEXT = pathlib.Path(os.environ.get("TEXT", ROOT / ".cache/texts/shakespeare.txt"))
 
 
@@ -37,7 +39,7 @@ def main():
         subprocess.run([ENCODE, model, text, ids], check=True, stdout=subprocess.DEVNULL)
         wanted = ",".join(map(str, lengths))
         ours = answers([TOP, model, ids, wanted, *precision])
-        theirs = answers([PEER, model, "top", ids, wanted])
+        theirs = answers([PEER, PEER_MODEL or model, "top", ids, wanted, "2", "512", "f32" if PEER_MODEL else "f16"])
     rows = []
     for a, b in zip(ours, theirs, strict=True):
         assert a["tokens"] == b["tokens"]
@@ -49,7 +51,7 @@ def main():
     same = sum(r["same_top"] for r in rows)
     wrong = sum(not r["same_top"] and not r["near_tie"] for r in rows)
     worst = max(r["largest_off"] for r in rows)
-    print(f"{pathlib.Path(model).name}: {same} of {len(rows)} best tokens equal, {wrong} differ where it is no near tie; log-probability of the "
+    print(f"{pathlib.Path(model).name}{' (peer: as F32)' if PEER_MODEL else ''}: {same} of {len(rows)} best tokens equal, {wrong} differ where it is no near tie; log-probability of the "
           f"peer's best within {max(r['first_off'] for r in rows):.3f}, of all above e^-5 within {worst:.3f}")
     pathlib.Path(out).write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -64,7 +64,7 @@ enum BenchDevice {
 
 #[derive(clap::Args)]
 struct ModelArgs {
-    /// The model: a file or folder, builtin:recall, or `hf:owner/name[@revision][:file.gguf]`.
+    /// The model: a file or folder, builtin:recall (or :chain, :count), or `hf:owner/name[@revision][:file.gguf]`.
     #[arg(long)]
     model: String,
     /// Prompt lengths to prefill from an empty cache.

@@ -11,7 +11,7 @@ use suanpan_cache::{KvStorage, LayerSet};
 use suanpan_model::forward::{ExecOptions, Executor, LogitRows, StepBatch, StepSeq};
 use suanpan_model::{Model, ModelError};
 
-use crate::{cmd_perplexity, engine_flags};
+use crate::{cmd_eval_report, cmd_eval_run, cmd_perplexity, engine_flags};
 
 #[derive(clap::Args)]
 pub struct EvalArgs {
@@ -25,11 +25,21 @@ enum What {
     KvError(KvErrorArgs),
     /// How well a model predicts a text.
     Perplexity(cmd_perplexity::PerplexityArgs),
+    /// Ask a model or an endpoint questions whose answers are known, under stated conditions; every request is logged.
+    Run(Box<cmd_eval_run::RunArgs>),
+    /// What a run found: JSON, CSV, Markdown and one HTML page.
+    Report(cmd_eval_report::ReportArgs),
+    /// Two runs of one pack, item by item; refused if their conditions differ in anything that is not named.
+    Compare(cmd_eval_report::CompareArgs),
+    /// The tasks that can be asked.
+    Tasks(cmd_eval_report::TasksArgs),
+    /// Hold the harness against endpoints whose scores and times are known.
+    SelfTest(cmd_eval_report::SelfTestArgs),
 }
 
 #[derive(clap::Args)]
 struct KvErrorArgs {
-    /// The model: a file or folder, builtin:recall, or `hf:owner/name[@revision][:file.gguf]`.
+    /// The model: a file or folder, builtin:recall (or :chain, :count), or `hf:owner/name[@revision][:file.gguf]`.
     #[arg(long)]
     model: String,
     /// Text to read; several files follow one another.
@@ -238,6 +248,11 @@ pub fn run(args: &EvalArgs) -> anyhow::Result<()> {
     match &args.what {
         What::KvError(args) => kv_error(args),
         What::Perplexity(args) => cmd_perplexity::run(args),
+        What::Run(args) => cmd_eval_run::run(args),
+        What::Report(args) => cmd_eval_report::report(args),
+        What::Compare(args) => cmd_eval_report::compare(args),
+        What::Tasks(args) => cmd_eval_report::tasks(args),
+        What::SelfTest(args) => cmd_eval_report::self_test(args),
     }
 }
 

@@ -11,7 +11,7 @@ use crate::engine_flags::{self, EngineFlags};
 
 #[derive(clap::Args)]
 pub struct GenerateArgs {
-    /// The model: a file or folder, builtin:recall, or `hf:owner/name[@revision][:file.gguf]`.
+    /// The model: a file or folder, builtin:recall (or :chain, :count), or `hf:owner/name[@revision][:file.gguf]`.
     #[arg(long)]
     model: String,
     /// The prompt; `-` reads standard input.

@@ -8,7 +8,7 @@ use suanpan_model::{LoadOptions, load};
 
 #[derive(clap::Args)]
 pub struct InspectArgs {
-    /// A .gguf file, a folder with config.json, builtin:recall, or hf:owner/name with an optional @revision and :file.gguf.
+    /// A .gguf file, a folder with config.json, builtin:recall (or :chain, :count), or hf:owner/name with an optional @revision and :file.gguf.
     model: String,
     /// Longest sequence in tokens: positions that depend on a length are shown as for it. Default: the whole context.
     #[arg(long)]

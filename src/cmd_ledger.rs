@@ -70,7 +70,7 @@ struct KernelArgs {
 
 #[derive(Args)]
 struct CacheArgs {
-    /// A model file or folder, builtin:recall, hf:owner/name, or a named shape such as llama-3.1-8b.
+    /// A model file or folder, builtin:recall (or :chain, :count), hf:owner/name, or a named shape such as llama-3.1-8b.
     #[arg(long, required_unless_present_all = ["layers", "kv_heads", "head_dim"],
           conflicts_with_all = ["layers", "heads", "kv_heads", "head_dim", "head_dim_v", "values_in_keys", "window"])]
     model: Option<String>,

@@ -14,7 +14,7 @@ use crate::engine_flags::{self, Dtype};
 
 #[derive(clap::Args)]
 pub struct PerplexityArgs {
-    /// The model: a file or folder, builtin:recall, or `hf:owner/name[@revision][:file.gguf]`.
+    /// The model: a file or folder, builtin:recall (or :chain, :count), or `hf:owner/name[@revision][:file.gguf]`.
     #[arg(long)]
     model: String,
     /// Text to read.

@@ -15,7 +15,7 @@ use crate::engine_flags::{self, EngineFlags};
 
 #[derive(clap::Args)]
 pub struct ServeArgs {
-    /// The model: a file or folder, builtin:recall, or `hf:owner/name[@revision][:file.gguf]`.
+    /// The model: a file or folder, builtin:recall (or :chain, :count), or `hf:owner/name[@revision][:file.gguf]`.
     #[arg(value_name = "MODEL", required_unless_present = "model", conflicts_with = "model")]
     model_positional: Option<String>,
     /// The same, as a flag.
@@ -77,7 +77,8 @@ pub fn run(args: ServeArgs) -> anyhow::Result<()> {
             .context("--kv-disk-path: its secret")?,
         ..ServerOptions::default()
     };
-    let facts = engine_facts(&engine, &options, max_requests);
+    let mut facts = engine_facts(&engine, &options, max_requests);
+    facts.conditions = crate::eval_engine::conditions(&spec, &model, &engine, &options);
     let app = App::new(engine, model, facts, server);
     let told = app.clone();
     let ending = suanpan_server::run_until_signal(&args.host, args.port, app, |address| {
@@ -146,6 +147,7 @@ fn engine_facts(engine: &EngineHandle, options: &EngineOptions, max_requests: us
     EngineFacts {
         max_model_len: engine.door().max_model_len,
         max_requests,
+        conditions: serde_json::Map::new(),
         cache_config: vec![
             ("block_size", sizing.page_size.to_string()),
             ("num_gpu_blocks", sizing.num_pages.to_string()),

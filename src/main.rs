@@ -8,6 +8,9 @@ mod cmd_bench;
 mod cmd_demo;
 mod cmd_doctor;
 mod cmd_eval;
+mod cmd_eval_report;
+mod cmd_eval_run;
+mod cmd_export;
 mod cmd_generate;
 mod cmd_inspect;
 mod cmd_ledger;
@@ -15,6 +18,7 @@ mod cmd_ledger_parallel;
 mod cmd_perplexity;
 mod cmd_serve;
 mod engine_flags;
+mod eval_engine;
 
 use std::process::ExitCode;
 
@@ -38,6 +42,8 @@ enum Command {
     Serve(cmd_serve::ServeArgs),
     /// What a model's files say: config, positions, bytes a token, tensors, tokenizer, template.
     Inspect(cmd_inspect::InspectArgs),
+    /// A built-in model as a folder that transformers and other servers load.
+    Export(cmd_export::ExportArgs),
     /// What attention or a KV cache should compute, move and hold.
     Ledger(cmd_ledger::LedgerArgs),
     /// Measure kernels or a whole model, with the answer checked first.
@@ -54,6 +60,7 @@ fn main() -> ExitCode {
         Command::Generate(args) => cmd_generate::run(&args),
         Command::Serve(args) => cmd_serve::run(args),
         Command::Inspect(args) => cmd_inspect::run(&args),
+        Command::Export(args) => cmd_export::run(&args),
         Command::Ledger(args) => cmd_ledger::run(&args),
         Command::Bench(args) => cmd_bench::run(&args),
         Command::Eval(args) => cmd_eval::run(&args),

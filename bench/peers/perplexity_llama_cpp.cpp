@@ -1,7 +1,7 @@
 // llama.cpp's perplexity of a text in windows that each begin anew with the begin token, every other token of a window scored: what
 // `suanpan eval perplexity` measures. Own tokens, own arithmetic.
 //
-//   perplexity_llama_cpp model.gguf text.txt window windows [threads] [flash_attn 0|1]
+//   perplexity_llama_cpp model.gguf text.txt window windows [threads] [flash_attn 0|1] [f16|f32: K/V]
 // One JSON object: {"window", "windows", "nll": [mean of a window], "perplexity", "seconds", "flash_attn"}.
 #include <algorithm>
 #include <chrono>
@@ -39,6 +39,7 @@ int main(int argc, char ** argv) {
     cp.n_batch = cp.n_ubatch = 512;
     cp.n_threads = cp.n_threads_batch = threads;
     cp.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    if (argc > 7 && std::string(argv[7]) == "f32") { cp.type_k = cp.type_v = GGML_TYPE_F32; }
     llama_context * ctx = llama_init_from_model(model, cp);
     if (!ctx) { std::fprintf(stderr, "cannot make a context\n"); return 1; }
     const auto start = std::chrono::steady_clock::now();

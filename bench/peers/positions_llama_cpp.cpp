@@ -1,7 +1,7 @@
 // llama.cpp's tokens of a text, and its best log-probabilities at chosen positions of a token list. One JSON object, or one id, a line.
 //
 //   positions_llama_cpp model.gguf tokenize text.txt              ids of the file's text, begin token included, control tokens not meant
-//   positions_llama_cpp model.gguf top ids.txt n1,n2,... [threads] [batch]     for each n: the 20 best after the first n ids
+//   positions_llama_cpp model.gguf top ids.txt n1,n2,... [threads] [batch] [f16|f32: K/V]     for each n: the 20 best after the first n ids
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -66,6 +66,7 @@ int main(int argc, char ** argv) {
     cp.n_ctx = ids.size() + 1;
     cp.n_batch = cp.n_ubatch = batch_size;
     cp.n_threads = cp.n_threads_batch = threads;
+    if (argc > 7 && !std::strcmp(argv[7], "f32")) { cp.type_k = cp.type_v = GGML_TYPE_F32; }
     llama_context * ctx = llama_init_from_model(model, cp);
     if (!ctx) { std::fprintf(stderr, "cannot make a context\n"); return 1; }
     const int vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));

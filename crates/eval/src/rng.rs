@@ -4,6 +4,9 @@
 /// A stream of a keyed BLAKE3 in extendable-output mode.
 pub struct ItemRng {
     reader: blake3::OutputReader,
+    /// One block of output: asking the reader for eight bytes at a time computes each block eight times.
+    block: [u8; 64],
+    used: usize,
 }
 
 impl ItemRng {
@@ -17,13 +20,18 @@ impl ItemRng {
         }
         hasher.update(&(length_tokens as u64).to_le_bytes());
         hasher.update(&index.to_le_bytes());
-        ItemRng { reader: hasher.finalize_xof() }
+        ItemRng { reader: hasher.finalize_xof(), block: [0; 64], used: 64 }
     }
 
     /// 64 random bits.
     pub fn next_u64(&mut self) -> u64 {
+        if self.used == self.block.len() {
+            self.reader.fill(&mut self.block);
+            self.used = 0;
+        }
         let mut bytes = [0; 8];
-        self.reader.fill(&mut bytes);
+        bytes.copy_from_slice(&self.block[self.used..self.used + 8]);
+        self.used += 8;
         u64::from_le_bytes(bytes)
     }
 
@@ -48,6 +56,26 @@ impl ItemRng {
     /// One of `all`, which is not empty.
     pub fn pick<'a, T>(&mut self, all: &'a [T]) -> &'a T {
         &all[self.below(all.len())]
+    }
+
+    /// `count` different numbers below `n`, in random order (Floyd's algorithm, then a shuffle). `count` ≤ `n`.
+    pub fn distinct(&mut self, count: usize, n: usize) -> Vec<usize> {
+        assert!(count <= n, "{count} different numbers below {n}");
+        let mut seen = std::collections::HashSet::with_capacity(count);
+        let mut all = Vec::with_capacity(count);
+        for top in n - count..n {
+            let x = self.below(top + 1);
+            let chosen = if seen.insert(x) { x } else { top };
+            seen.insert(chosen);
+            all.push(chosen);
+        }
+        self.shuffle(&mut all);
+        all
+    }
+
+    /// One word of a list, which is not empty.
+    pub fn word(&mut self, all: &[&'static str]) -> &'static str {
+        all[self.below(all.len())]
     }
 
     /// A uniform order (Fisher-Yates).
@@ -77,6 +105,16 @@ mod tests {
             first(1, "ax", 10, 0, ""),
         ] {
             assert_ne!(base, other);
+        }
+    }
+
+    #[test]
+    fn distinct_numbers_are_distinct_and_below() {
+        let mut rng = ItemRng::new(1, "a", 10, 0, "x");
+        for (count, n) in [(0, 0), (0, 5), (5, 5), (3, 100), (99, 100)] {
+            let all = rng.distinct(count, n);
+            let set: std::collections::HashSet<_> = all.iter().collect();
+            assert!(set.len() == count && all.iter().all(|&x| x < n));
         }
     }
 

@@ -26,6 +26,42 @@ pub trait Haystack: Send + Sync {
     fn identity(&self) -> String;
 }
 
+/// A knob of a task, asked for in its name: `needle_grid:depth=25`.
+#[derive(Clone, Copy, Debug)]
+pub struct Knob {
+    /// Its name.
+    pub name: &'static str,
+    /// What it may be.
+    pub range: Range,
+    /// What it does, in a line.
+    pub about: &'static str,
+}
+
+/// What a knob may be, and what it is when nobody asks.
+#[derive(Clone, Copy, Debug)]
+pub enum Range {
+    /// A whole number from `least` to `most`; without a default the task chooses by itself.
+    Whole {
+        /// Least.
+        least: usize,
+        /// Most.
+        most: usize,
+        /// When not asked for.
+        default: Option<usize>,
+    },
+    /// One of these words; the first when not asked for.
+    Word(&'static [&'static str]),
+}
+
+impl std::fmt::Display for Range {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Range::Whole { least, most, .. } => write!(f, "{least} to {most}"),
+            Range::Word(words) => f.write_str(&words.join(" | ")),
+        }
+    }
+}
+
 /// One kind of question.
 pub trait Task: Send + Sync {
     /// Its name, as the field knows it: `niah_single_1`, `vt`, `graphwalks_bfs`.
@@ -33,6 +69,11 @@ pub trait Task: Send + Sync {
 
     /// What it asks, in a line, for `eval tasks`.
     fn about(&self) -> &'static str;
+
+    /// Its knobs.
+    fn knobs(&self) -> &'static [Knob] {
+        &[]
+    }
 
     /// The question of a cell. Deterministic in (kit, cell).
     fn item(&self, kit: &Kit<'_>, cell: &Cell) -> Result<Item, EvalError>;

@@ -29,6 +29,8 @@ pub enum Norms {
 pub enum Windows {
     /// All, where there is a `sliding_window`.
     All,
+    /// The same in GGUF files, which call Mistral models so. The family's own config.json has none: a size there is refused.
+    AllOfGguf,
     /// Those from `max_window_layers` on, and only where `use_sliding_window` says so.
     From,
     /// All but each n-th.
@@ -122,7 +124,7 @@ pub static LLAMA: Family = Family {
     theta: 10_000.0,
     local_theta: None,
     no_rope_interval: None,
-    windows: Windows::All,
+    windows: Windows::AllOfGguf,
     bias: BiasRule::Configured,
     qk_norm: false,
     attn_cap: Cap::No,
@@ -144,6 +146,7 @@ pub static MISTRAL: Family = Family {
     model_types: &["mistral"],
     classes: &["MistralForCausalLM"],
     gguf: &[],
+    windows: Windows::All,
     bias: BiasRule::Never,
     ..LLAMA
 };
@@ -227,6 +230,7 @@ pub static PHI3: Family = Family {
     classes: &["Phi3ForCausalLM"],
     gguf: &["phi3"],
     gguf_rope: RopeStyle::Half,
+    windows: Windows::All,
     bias: BiasRule::Never,
     fused: true,
     ..LLAMA

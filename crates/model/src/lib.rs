@@ -3,10 +3,13 @@
 //! Knows no request, no scheduler and no HTTP. Everything read from a file is checked before it is used or allocated for.
 
 pub(crate) mod assemble;
+pub mod builtin;
+pub mod chain;
 pub mod config;
 pub mod config_json;
 pub mod error;
 mod experts;
+pub mod export;
 pub mod facts;
 pub mod family;
 pub mod folder;
@@ -16,6 +19,7 @@ pub mod hub;
 pub mod inspect;
 mod latent;
 pub mod load;
+mod matrix;
 pub mod recall;
 pub mod rope;
 pub mod safetensors;

@@ -1,7 +1,8 @@
-//! One door for every model: reads a spec (path, `builtin:recall`, `hf:owner/name`) and gives a checked, runnable model.
+//! One door for every model: reads a spec (path, `builtin:name`, `hf:owner/name`) and gives a checked, runnable model.
 
 use std::path::{Path, PathBuf};
 
+use crate::builtin;
 use crate::config::ModelConfig;
 use crate::config_json;
 use crate::error::ModelError;
@@ -14,7 +15,7 @@ use crate::tokenizer::{GgufVocab, Tokenizer};
 use crate::weights::Weights;
 
 /// The forms of a model's name.
-pub const FORMS: &str = "a .gguf file, a folder with config.json, a .safetensors file beside one, builtin:recall, hf:owner/name[@revision][:file.gguf]";
+pub const FORMS: &str = "a .gguf file, a folder with config.json, a .safetensors file beside one, builtin:recall, builtin:chain, builtin:count, hf:owner/name[@revision][:file.gguf]";
 
 /// A model that is complete and checked: every tensor the architecture needs is there with its right shape.
 pub struct Model {
@@ -74,17 +75,14 @@ pub struct LoadProgress {
 }
 
 /// Loads `spec`: a `.gguf` file, a folder with `config.json`, `*.safetensors` and `tokenizer.json`, one `.safetensors` beside
-/// its `config.json`, `builtin:recall`, or `hf:owner/name[@revision][:file.gguf]`.
+/// its `config.json`, a [`builtin`] name, or `hf:owner/name[@revision][:file.gguf]`.
 pub fn load(
     spec: &str,
     opts: &LoadOptions,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<Model, ModelError> {
-    let model = if let Some(name) = spec.strip_prefix("builtin:") {
-        if name != crate::recall::NAME {
-            return Err(bad_spec(spec, "no builtin model of that name", "builtin:recall"));
-        }
-        return builtin_recall();
+    let model = if spec.starts_with(builtin::PREFIX) {
+        return builtin::load(spec);
     } else if let Some(name) = spec.strip_prefix("hf:") {
         match from_hub(&HubSpec::parse(name)?, opts, progress)? {
             HubFiles::Folder(path) => load_folder(&path, None)?,
@@ -100,23 +98,6 @@ pub fn load(
         read_weights(&model.weights, progress);
     }
     Ok(model)
-}
-
-fn builtin_recall() -> Result<Model, ModelError> {
-    let bad = |e: &dyn std::fmt::Display| ModelError::Tokenizer {
-        file: "builtin:recall".into(),
-        message: e.to_string(),
-    };
-    let tokenizer = Tokenizer::bytes(&[], None, None).map_err(|e| bad(&e))?;
-    let template = ChatTemplate::compile(crate::recall::CHAT_TEMPLATE, None, None).map_err(|e| bad(&e))?;
-    Ok(Model {
-        config: crate::recall::config(),
-        weights: crate::recall::weights(),
-        tokenizer,
-        chat_template: Some(template),
-        file_bytes: 0,
-        warnings: Vec::new(),
-    })
 }
 
 fn bad_spec(spec: &str, found: impl Into<String>, supported: &str) -> ModelError {
@@ -160,6 +141,9 @@ pub fn from_gguf(gguf: &Gguf) -> Result<Model, ModelError> {
     let chat_template = chat_template.map(|t| compile_template(gguf.name(), t, &tokenizer)).transpose()?;
     config.add_bos = begins_with_bos(&config, &tokenizer);
     check_vocabulary(gguf.name(), &config, &tokenizer)?;
+    for id in ends_of_turns(&tokenizer) {
+        add_end(&mut config, id);
+    }
     let file_bytes = gguf.source().len() as u64;
     Ok(Model { config, weights, tokenizer, chat_template, file_bytes, warnings: Vec::new() })
 }
@@ -192,6 +176,10 @@ fn load_folder(path: &Path, file: Option<&str>) -> Result<Model, ModelError> {
     let (tokenizer, chat_template) = folder_tokenizer(&folder)?;
     config.add_bos = begins_with_bos(&config, &tokenizer);
     check_vocabulary(&folder.name(), &config, &tokenizer)?;
+    // What a fine-tune's template ends its turns with often stands nowhere else.
+    if let Some(id) = tokenizer.special_ids().eos {
+        add_end(&mut config, id);
+    }
     Ok(Model { config, weights, tokenizer, chat_template, file_bytes: shards.bytes(), warnings })
 }
 
@@ -218,6 +206,34 @@ fn compile_template(file: &str, source: &str, tokenizer: &Tokenizer) -> Result<C
         |id: Option<u32>| id.and_then(|id| tokenizer.token_bytes(id)).and_then(|b| String::from_utf8(b).ok());
     ChatTemplate::compile(source, text(ids.bos).as_deref(), text(ids.eos).as_deref())
         .map_err(|e| ModelError::Template { file: file.into(), message: e.to_string() })
+}
+
+/// Spellings of control tokens that end a text or a turn. GGUF files often name only one of theirs (early Llama 3 files not the one that
+/// its template writes), and llama.cpp goes by these.
+const ENDS: [&str; 9] = [
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<\u{ff5c}end\u{2581}of\u{2581}sentence\u{ff5c}>",
+];
+
+/// The control tokens of a GGUF vocabulary that end a text or a turn by their spelling.
+fn ends_of_turns(tokenizer: &Tokenizer) -> impl Iterator<Item = u32> {
+    let control = |text: &str| tokenizer.id_of(text).filter(|&id| tokenizer.is_special(id));
+    // gpt-oss ends a part of an answer with what ends Phi-3's whole one.
+    let parts = control("<|return|>").is_some();
+    ENDS.into_iter().filter(move |&text| !(parts && text == "<|end|>")).filter_map(control)
+}
+
+fn add_end(config: &mut ModelConfig, id: u32) {
+    if !config.eos_token_ids.contains(&id) {
+        config.eos_token_ids.push(id);
+    }
 }
 
 fn begins_with_bos(config: &ModelConfig, tokenizer: &Tokenizer) -> bool {

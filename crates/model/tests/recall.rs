@@ -5,11 +5,11 @@ mod common;
 use std::sync::Arc;
 
 use common::driver::{Driver, greedy, options};
-use common::random::wrap;
+use common::random::{reorder_cols, reorder_rows, wrap};
 use suanpan_base::DType;
 use suanpan_model::forward::{ExecOptions, LogitRows};
 use suanpan_model::recall::{self, Haystack, MIN_MARGIN, WINDOW, haystack};
-use suanpan_model::{LayerConfig, Model, ModelConfig, Tensor, Values, Weights};
+use suanpan_model::{LayerConfig, Model, ModelConfig, Values, Weights};
 
 fn model() -> Arc<Model> {
     wrap(recall::config(), recall::weights())
@@ -171,23 +171,6 @@ fn positions_on_the_wrong_layer_change_the_text() {
 #[test]
 fn a_wrong_rotary_pairing_changes_the_text() {
     assert_eq!(right_after(|c, _| c.rope_style = suanpan_ops::RopeStyle::Interleaved), 0);
-}
-
-/// Reorders blocks of `block` rows: block i of the result is block `order[i]`.
-fn reorder_rows(t: &Tensor, block: usize, order: &[usize]) -> Tensor {
-    let (data, cols) = (t.to_f32(), t.cols());
-    let moved: Vec<f32> =
-        order.iter().flat_map(|&b| data[b * block * cols..][..block * cols].to_vec()).collect();
-    Tensor::from_f32("reordered", &moved, t.rows(), cols).unwrap()
-}
-
-fn reorder_cols(t: &Tensor, block: usize, order: &[usize]) -> Tensor {
-    let data = t.to_f32();
-    let moved: Vec<f32> = data
-        .chunks_exact(t.cols())
-        .flat_map(|row| order.iter().flat_map(|&b| row[b * block..][..block].to_vec()).collect::<Vec<_>>())
-        .collect();
-    Tensor::from_f32("reordered", &moved, t.rows(), t.cols()).unwrap()
 }
 
 #[test]

@@ -58,6 +58,8 @@ pub struct EngineFacts {
     pub cache_config: Vec<(&'static str, String)>,
     /// Features that depend on how the engine was started.
     pub capabilities: Vec<Capability>,
+    /// Conditions of any measurement of this server, for `/v1/conditions`.
+    pub conditions: serde_json::Map<String, serde_json::Value>,
 }
 
 /// Shared state; cloning it is cheap.

@@ -35,6 +35,7 @@ pub fn router(app: App) -> Router {
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(model))
         .route("/v1/capabilities", get(capability_list))
+        .route("/v1/conditions", get(conditions))
         .route("/tokenize", post(tokenize))
         .route("/detokenize", post(detokenize))
         .route("/health", get(health))
@@ -279,6 +280,11 @@ fn card(app: &App, id: String) -> ModelCard {
         parent: None,
         max_model_len: app.facts.max_model_len,
     }
+}
+
+/// Under which conditions this server answers: what a report of a measurement must say.
+async fn conditions(State(app): State<App>) -> Result<Response, ApiError> {
+    http::json(&app.facts.conditions)
 }
 
 async fn models(State(app): State<App>) -> Result<Response, ApiError> {

@@ -57,6 +57,11 @@ fn windows(fields: &Fields, family: &Family, with_rope: &[bool]) -> Result<Vec<O
     if window == Some(0) {
         return Err(ModelError::bad(fields.file, "sliding_window", 0, "null, or at least 1"));
     }
+    if let (Windows::AllOfGguf, Some(found)) = (family.windows, window) {
+        // The reference reads no window here: its models see everything, whatever the file says.
+        let supported = format!("null: {} models have no window (Mistral's have)", family.name);
+        return Err(ModelError::bad(fields.file, "sliding_window", found, supported));
+    }
     if let Some(types) = fields.get::<Vec<&str>>("layer_types", "a list of layer types")? {
         if types.len() != count {
             let found = format!("{} entries", types.len());
@@ -66,7 +71,7 @@ fn windows(fields: &Fields, family: &Family, with_rope: &[bool]) -> Result<Vec<O
         return types.into_iter().map(|kind| by_type(fields, kind, window)).collect();
     }
     let has_window: Box<dyn Fn(usize) -> bool> = match family.windows {
-        Windows::All => Box::new(|_| true),
+        Windows::All | Windows::AllOfGguf => Box::new(|_| true),
         Windows::From => {
             let first = fields.size("max_window_layers")?.unwrap_or(28);
             Box::new(move |i| i >= first)

@@ -314,7 +314,7 @@ fn layers(keys: &Keys, count: usize, local: usize) -> Result<Vec<LayerConfig>, M
             0 => return Err(keys.bad("attention.sliding_window_pattern", 0, "at least 1")),
             n => Some(n),
         },
-        Windows::All => None,
+        Windows::All | Windows::AllOfGguf => None,
         // These files name no window for the layers that have one: a size would have to be guessed at.
         Windows::From | Windows::NoRope if window.is_some() => {
             let supported = format!("0: {} files do not say which layers have it", keys.family.name);

@@ -4,10 +4,13 @@
 //! `FOUND` 1 after the first layer and the retrieved code after the second, `PAD` 1 after the first layer. Every entry is
 //! 0, +1 or -1, so the mean square is 1/4 before the first layer and exactly 1 after it.
 
-use crate::weights::{LayerWeights, Linear, Tensor, Values, Weights};
+use crate::matrix::Matrix;
+use crate::weights::{LayerWeights, Tensor, Weights};
 
 use super::{CODE_DIGITS, HEADS, HIDDEN, LOGIT_GAIN, MATCH_GAIN, NGRAM, OFFSET_PAIR, VOCAB_SIZE, WINDOW};
 
+/// Name in errors.
+const NAME: &str = "builtin:recall";
 const CODE: usize = 0;
 const ONE: usize = CODE + CODE_DIGITS;
 const ONES: usize = 24;
@@ -52,35 +55,6 @@ fn group(h: usize) -> usize {
     h / HEADS.group_size()
 }
 
-/// A matrix under construction.
-struct Matrix {
-    rows: usize,
-    cols: usize,
-    data: Vec<f32>,
-}
-
-impl Matrix {
-    fn zeros(rows: usize, cols: usize) -> Matrix {
-        Matrix { rows, cols, data: vec![0.0; rows * cols] }
-    }
-
-    fn set(&mut self, row: usize, col: usize, x: f32) {
-        self.data[row * self.cols + col] = x;
-    }
-
-    fn tensor(self) -> Tensor {
-        Tensor::from_f32("builtin:recall", &self.data, self.rows, self.cols)
-            .expect("the data has the matrix's shape")
-    }
-}
-
-/// A layer of attention alone, from its norm and q, k, v, o.
-fn layer(attn_norm: Vec<f32>, products: [Matrix; 4]) -> LayerWeights {
-    let [q, k, v, o] = products.map(|m| Linear::from(m.tensor()));
-    let v = Values::Own(v);
-    LayerWeights { attn_norm, q, k, v, o, qk_norms: None, sinks: None, post_attn_norm: None, ffn: None }
-}
-
 /// All weights of the model.
 pub(super) fn weights() -> Weights {
     Weights {
@@ -101,7 +75,7 @@ fn embed() -> Tensor {
             m.set(t, c, 1.0);
         }
     }
-    m.tensor()
+    m.tensor(NAME)
 }
 
 /// Head `j` copies the code at offset `j` into its part of `COPY`; each head fills four constants of `FOUND` and `PAD`.
@@ -134,7 +108,7 @@ fn window_layer() -> LayerWeights {
     }
     // The mean square of the embedding is 1/4: half of the normalised stream is the stream.
     let norm = vec![0.5; HIDDEN];
-    layer(norm, [q, k, v, o])
+    Matrix::attention(NAME, norm, [q, k, v, o])
 }
 
 /// Every head matches the last `NGRAM` codes against the codes before each key; head `h` brings digit `h` of the key's own code.
@@ -165,7 +139,7 @@ fn global_layer() -> LayerWeights {
         o.set(FOUND + h, h * DIM + V_ONE, -value_sign(group(h), V_ONE));
     }
     let norm = vec![1.0; HIDDEN];
-    layer(norm, [q, k, v, o])
+    Matrix::attention(NAME, norm, [q, k, v, o])
 }
 
 fn lm_head() -> Tensor {
@@ -175,5 +149,5 @@ fn lm_head() -> Tensor {
             m.set(t, FOUND + d, LOGIT_GAIN * digit(t, d));
         }
     }
-    m.tensor()
+    m.tensor(NAME)
 }

@@ -47,7 +47,8 @@ impl Haystack {
 }
 
 const OP: &str = "haystack";
-const WORDS: [&str; 32] = [
+/// Words of the text between the facts.
+pub(crate) const WORDS: [&str; 32] = [
     "river", "stone", "morning", "ledger", "window", "copper", "harbour", "quiet", "garden", "paper",
     "winter", "signal", "market", "silver", "engine", "valley", "bridge", "candle", "forest", "letter",
     "island", "kettle", "meadow", "number", "orchard", "pencil", "railway", "shadow", "thunder", "village",
@@ -129,10 +130,10 @@ fn answers_are_unique(h: &Haystack) -> bool {
 }
 
 /// SplitMix64 (Steele, Lea, Flood 2014): enough for texts, the same on every machine.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -140,7 +141,8 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    fn below(&mut self, n: u64) -> u64 {
+    /// A number below `n`, which is far below 2^64: the remainder's bias is nothing.
+    pub(crate) fn below(&mut self, n: u64) -> u64 {
         self.next() % n
     }
 

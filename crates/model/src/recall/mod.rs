@@ -5,7 +5,7 @@
 //! so a wrong answer is a fault of the stack. The derivation and every margin are in `docs/recall.md`.
 
 mod construct;
-mod haystack;
+pub(crate) mod haystack;
 
 use suanpan_base::HeadShape;
 use suanpan_ops::RopeStyle;

@@ -38,6 +38,8 @@ pub(super) enum Rules {
     /// Byte-level BPE. Merges in order of rank; those that touch an added token can never apply and are dropped.
     ByteLevel {
         split: Split,
+        /// Whether a text is composed (NFC) before it is cut.
+        nfc: bool,
         merges: Vec<(String, String)>,
         /// A word that is a token is taken whole, without merging (Llama 3).
         ignore_merges: bool,
@@ -64,10 +66,10 @@ impl Parts {
         let Parts { field, tokens, rules, added, special, prefix, suffix, .. } = self;
         let unk = special.unk;
         let merger = match rules {
-            Rules::ByteLevel { split, merges, ignore_merges } => {
+            Rules::ByteLevel { split, nfc, merges, ignore_merges } => {
                 let merges = without_added(merges, &added);
                 let bpe = bpe(field, tokens, merges, |b| b.ignore_merges(ignore_merges))?;
-                Merger::ByteLevel { split, bpe: Box::new(bpe) }
+                Merger::ByteLevel { split, bpe: Box::new(bpe), nfc }
             }
             Rules::Ranks { merges, prefix } => {
                 let bytes = byte_ids(tokens.iter().map(|(text, id)| (text.as_str(), *id)), unk);

@@ -128,9 +128,11 @@ impl Tokenizer {
                 TokenizerError::unsupported("tokenizer.ggml.pre", found, Split::GGUF_NAMES)
             })?;
             let merges = vocab.merges.into_iter().map(pair).collect::<Result<_, _>>()?;
-            // One other kind cuts as Llama 3 does, but merges words that are tokens, and writes no begin token.
-            let llama3 = split == Split::Llama3 && vocab.pre.as_deref() != Some("smaug-bpe");
-            (Rules::ByteLevel { split, merges, ignore_merges: llama3 }, llama3)
+            // Llama 3 and Tekken take words that are tokens whole and write a begin token. One other kind cuts as Llama 3 does, and does neither.
+            let whole =
+                matches!(split, Split::Llama3 | Split::Tekken) && vocab.pre.as_deref() != Some("smaug-bpe");
+            // Its engine composes nothing, whatever the model's own tokenizer does.
+            (Rules::ByteLevel { split, nfc: false, merges, ignore_merges: whole }, whole)
         };
         let wanted =
             |asked: Option<bool>, default: bool, id: Option<u32>| id.filter(|_| asked.unwrap_or(default));

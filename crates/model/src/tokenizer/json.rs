@@ -14,6 +14,7 @@ use super::added::AddedToken;
 use super::build::{Parts, Rules, check_size};
 use super::spaces::Prefix;
 use super::split::Split;
+use super::steps::{MAX_STEPS, Step, Steps};
 use super::{SpecialIds, Tokenizer, TokenizerError};
 
 /// What the two files hold.
@@ -163,6 +164,7 @@ impl File {
             Some(prefix) => Rules::Ranks { merges, prefix },
             None => Rules::ByteLevel {
                 split: split_of(self.pre_tokenizer.as_ref())?,
+                nfc: composes(self.normalizer.as_ref())?,
                 merges,
                 ignore_merges: self.model.ignore_merges,
             },
@@ -223,9 +225,6 @@ impl File {
         let refuse =
             |field: &str, found: &dyn fmt::Display, supported: &str| Err(refuse(field, found, supported));
         let filled = |text: &Option<String>| text.clone().filter(|t| !t.is_empty());
-        if let Some(normalizer) = self.normalizer.as_ref().filter(|n| !spaces && !n.is_null()) {
-            return refuse("normalizer", &kind_of(normalizer), "none");
-        }
         // A sequence undoes what the normalizer did, which its reading has checked.
         let decoder = if spaces { "Sequence" } else { "ByteLevel" };
         if let Some(found) = self.decoder.as_ref().filter(|d| kind_of(d) != decoder) {
@@ -274,11 +273,22 @@ fn flag(part: &Value, name: &str, default: bool) -> bool {
     part.get(name).and_then(Value::as_bool).unwrap_or(default)
 }
 
+/// Whether a byte-level vocabulary's normalizer composes a text (NFC); any other normalizer is refused.
+fn composes(normalizer: Option<&Value>) -> Result<bool, TokenizerError> {
+    let Some(one) = normalizer.filter(|n| !n.is_null()) else { return Ok(false) };
+    match (kind_of(one).as_str(), one.get("normalizers").and_then(Value::as_array)) {
+        ("NFC", _) => Ok(true),
+        ("Sequence", Some(many)) => many.iter().try_fold(false, |so_far, n| Ok(composes(Some(n))? || so_far)),
+        (other, _) => Err(refuse("normalizer", &other, "none, NFC, a Sequence of these")),
+    }
+}
+
 /// Recognises a pre-tokenizer by its parts.
 fn split_of(pre: Option<&Value>) -> Result<Split, TokenizerError> {
     let refuse = |found: String| {
-        let supported = "ByteLevel; Sequence[Digits(individual), ByteLevel]; Sequence[Split(the published pattern of GPT-2, \
-                         Llama 3, Qwen 2 or GPT-4o), ByteLevel]; each with add_prefix_space = false";
+        let supported = "ByteLevel; Sequence[Digits(individual), ByteLevel]; Sequence[Split(the published pattern of GPT-2, Llama 3, \
+                         Qwen 2, GPT-4o or Tekken), ByteLevel]; Sequence of Digits and isolating Splits without look-around, \
+                         ByteLevel; each with add_prefix_space = false";
         TokenizerError::unsupported("tokenizer.json: pre_tokenizer", found, supported)
     };
     let pre = pre.filter(|p| !p.is_null()).ok_or_else(|| refuse("none".into()))?;
@@ -291,20 +301,41 @@ fn split_of(pre: Option<&Value>) -> Result<Split, TokenizerError> {
         return Err(refuse(last.to_string()));
     }
     let own_pattern = flag(last, "use_regex", true);
+    let known = match before {
+        [split] if !own_pattern => isolated(split).and_then(Split::from_pattern),
+        _ => None,
+    };
+    if let Some(known) = known {
+        return Ok(known);
+    }
     match (before, own_pattern) {
         ([], true) => Ok(Split::Gpt2),
         ([digits], true) if kind_of(digits) == "Digits" && flag(digits, "individual_digits", false) => {
             Ok(Split::DigitsGpt2)
         }
-        ([split], false) if kind_of(split) == "Split" => {
-            let pattern = split.pointer("/pattern/Regex").and_then(Value::as_str);
-            let isolated = split.get("behavior").and_then(Value::as_str) == Some("Isolated");
-            pattern
-                .filter(|_| isolated && !flag(split, "invert", false))
-                .and_then(Split::from_pattern)
-                .ok_or_else(|| refuse(split.to_string()))
+        _ if (1..=MAX_STEPS).contains(&before.len()) => {
+            let step = |part: &Value| step_of(part).ok_or_else(|| refuse(part.to_string()));
+            let mut steps = before.iter().map(step).collect::<Result<Vec<_>, _>>()?;
+            steps.extend(own_pattern.then_some(Step::Gpt2));
+            Ok(Split::Steps(Steps::new(steps)))
         }
         _ => Err(refuse(pre.to_string())),
+    }
+}
+
+/// The pattern of a Split whose matches stand apart.
+fn isolated(split: &Value) -> Option<&str> {
+    let isolated = split.get("behavior").and_then(Value::as_str) == Some("Isolated");
+    let whole = kind_of(split) == "Split" && isolated && !flag(split, "invert", false);
+    split.pointer("/pattern/Regex").and_then(Value::as_str).filter(|_| whole)
+}
+
+/// One step of a sequence.
+fn step_of(part: &Value) -> Option<Step> {
+    match kind_of(part).as_str() {
+        "Digits" if flag(part, "individual_digits", false) => Some(Step::EachDigit),
+        "Digits" => Some(Step::Digits),
+        _ => isolated(part).and_then(Step::pattern),
     }
 }
 

@@ -6,7 +6,7 @@
 
 mod added;
 mod build;
-mod byte_map;
+pub(crate) mod byte_map;
 mod bytes;
 mod detokenizer;
 mod gguf;
@@ -15,11 +15,14 @@ mod json;
 mod pieces;
 mod spaces;
 mod split;
+mod steps;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use tokenizers::Model as _;
 use tokenizers::models::bpe::BPE;
+use unicode_normalization_alignments::{IsNormalized, UnicodeNormalization, is_nfc_quick};
 
 pub use detokenizer::Detokenizer;
 pub use gguf::GgufVocab;
@@ -89,8 +92,8 @@ pub struct SpecialIds {
 enum Merger {
     /// A byte's id is its value.
     Bytes,
-    /// Words of a pattern, spelled in the byte-level alphabet.
-    ByteLevel { split: Split, bpe: Box<BPE> },
+    /// Words of a pattern, spelled in the byte-level alphabet; `nfc`: of the text's composed form.
+    ByteLevel { split: Split, bpe: Box<BPE>, nfc: bool },
     /// SentencePiece.
     Spaces(Box<Spaces>),
 }
@@ -237,9 +240,10 @@ impl Tokenizer {
                 Ok(())
             }
             Merger::Spaces(spaces) => spaces.encode(text, first, ids),
-            Merger::ByteLevel { split, bpe } => {
+            Merger::ByteLevel { split, bpe, nfc } => {
                 let mut visible = String::new();
-                split.for_each(text, |word| {
+                let text = if *nfc { composed(text) } else { Cow::Borrowed(text) };
+                split.for_each(&text, |word| {
                     byte_map::write_visible(word, &mut visible);
                     let tokens = bpe.tokenize(&visible).map_err(|e| TokenizerError::Encode(e.to_string()))?;
                     ids.extend(tokens.iter().map(|t| t.id));
@@ -260,6 +264,14 @@ impl Tokenizer {
             },
         }
     }
+}
+
+/// Unicode's form C, by the tables of the reference.
+fn composed(text: &str) -> Cow<'_, str> {
+    if text.is_ascii() || is_nfc_quick(text.chars()) == IsNormalized::Yes {
+        return Cow::Borrowed(text);
+    }
+    Cow::Owned(text.nfc().map(|(c, _)| c).collect())
 }
 
 impl std::fmt::Debug for Tokenizer {

@@ -8,8 +8,10 @@ use std::sync::LazyLock;
 
 use regex::Regex;
 
+use super::steps::{DEEPSEEK, Steps};
+
 /// Which published pattern cuts the words.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Split {
     /// GPT-2.
     Gpt2,
@@ -21,6 +23,10 @@ pub(crate) enum Split {
     Qwen2,
     /// GPT-4o and gpt-oss: capitals begin a word, contractions end it.
     Gpt4o,
+    /// Mistral's Tekken: as GPT-4o, every digit alone, no contractions.
+    Tekken,
+    /// Patterns one after the other.
+    Steps(Steps),
 }
 
 /// The pattern of GPT-2 without its look-ahead branch, which [`words`] does by hand.
@@ -34,6 +40,9 @@ const QWEN2: &str =
 /// GPT-4o's, likewise.
 const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+";
 
+/// Tekken's, likewise.
+const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+";
+
 /// What the look-ahead branch looks like in a file, and what [`GPT2`] and its siblings hold in its place.
 const LOOK_AHEAD: (&str, &str) = (r"|\s+(?!\S)|\s+", r"|\s+");
 
@@ -41,6 +50,7 @@ static GPT2_RE: LazyLock<Regex> = LazyLock::new(|| compiled(GPT2));
 static LLAMA3_RE: LazyLock<Regex> = LazyLock::new(|| compiled(LLAMA3));
 static QWEN2_RE: LazyLock<Regex> = LazyLock::new(|| compiled(QWEN2));
 static GPT4O_RE: LazyLock<Regex> = LazyLock::new(|| compiled(GPT4O));
+static TEKKEN_RE: LazyLock<Regex> = LazyLock::new(|| compiled(TEKKEN));
 
 fn compiled(pattern: &str) -> Regex {
     Regex::new(pattern).expect("a pattern written in this file compiles")
@@ -48,7 +58,7 @@ fn compiled(pattern: &str) -> Regex {
 
 impl Split {
     /// Names accepted in a GGUF file's `tokenizer.ggml.pre`, for the message of a refusal.
-    pub(crate) const GGUF_NAMES: &'static str = "smollm, starcoder, refact, codeshell, llama-bpe, llama3, llama-v3, smaug-bpe, gpt-2, default, qwen2, deepseek-r1-qwen, gpt-4o";
+    pub(crate) const GGUF_NAMES: &'static str = "smollm, starcoder, refact, codeshell, llama-bpe, llama3, llama-v3, smaug-bpe, gpt-2, default, qwen2, deepseek-r1-qwen, gpt-4o, tekken, deepseek-llm";
 
     /// The kind a GGUF file names; a file without a name means `default`.
     pub(crate) fn from_gguf(pre: Option<&str>) -> Option<Split> {
@@ -58,21 +68,28 @@ impl Split {
             "gpt-2" | "default" => Some(Split::Gpt2),
             "qwen2" | "deepseek-r1-qwen" => Some(Split::Qwen2),
             "gpt-4o" => Some(Split::Gpt4o),
+            "tekken" => Some(Split::Tekken),
+            "deepseek-llm" => Some(Split::Steps(DEEPSEEK.clone())),
             _ => None,
         }
     }
 
     /// The kind whose published pattern is `pattern`, as a tokenizer.json spells it.
     pub(crate) fn from_pattern(pattern: &str) -> Option<Split> {
-        let kinds =
-            [(GPT2, Split::Gpt2), (LLAMA3, Split::Llama3), (QWEN2, Split::Qwen2), (GPT4O, Split::Gpt4o)];
+        let kinds = [
+            (GPT2, Split::Gpt2),
+            (LLAMA3, Split::Llama3),
+            (QWEN2, Split::Qwen2),
+            (GPT4O, Split::Gpt4o),
+            (TEKKEN, Split::Tekken),
+        ];
         let by_hand = pattern.strip_suffix(LOOK_AHEAD.0).map(|head| format!("{head}{}", LOOK_AHEAD.1))?;
         kinds.into_iter().find(|(known, _)| *known == by_hand).map(|(_, kind)| kind)
     }
 
     /// Calls `word` for each word of `text`, in order; together they are `text` again.
     pub(crate) fn for_each<E>(
-        self,
+        &self,
         text: &str,
         mut word: impl FnMut(&str) -> Result<(), E>,
     ) -> Result<(), E> {
@@ -81,6 +98,8 @@ impl Split {
             Split::Llama3 => words(&LLAMA3_RE, true, text, &mut word),
             Split::Qwen2 => words(&QWEN2_RE, true, text, &mut word),
             Split::Gpt4o => words(&GPT4O_RE, true, text, &mut word),
+            Split::Tekken => words(&TEKKEN_RE, true, text, &mut word),
+            Split::Steps(steps) => steps.for_each(text, &mut word),
             Split::DigitsGpt2 => {
                 let mut start = 0;
                 for (at, digit) in text.char_indices().filter(|(_, c)| c.is_numeric()) {
@@ -136,7 +155,7 @@ mod tests {
     };
     use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
 
-    fn ours(kind: Split, text: &str) -> Vec<String> {
+    fn ours(kind: &Split, text: &str) -> Vec<String> {
         let mut out = Vec::new();
         kind.for_each(text, |w| {
             out.push(w.to_owned());
@@ -154,9 +173,19 @@ mod tests {
     static THEIR_LLAMA3: LazyLock<HfSplit> = LazyLock::new(|| published(LLAMA3));
     static THEIR_QWEN2: LazyLock<HfSplit> = LazyLock::new(|| published(QWEN2));
     static THEIR_GPT4O: LazyLock<HfSplit> = LazyLock::new(|| published(GPT4O));
+    static THEIR_TEKKEN: LazyLock<HfSplit> = LazyLock::new(|| published(TEKKEN));
+    static THEIR_DEEPSEEK: LazyLock<Vec<HfSplit>> = LazyLock::new(|| {
+        let patterns = DEEPSEEK.patterns();
+        let isolated = |p: &str| {
+            // Their engine spells a code point otherwise.
+            let p = p.replace("\\u{", "\\x{");
+            HfSplit::new(SplitPattern::Regex(p), SplitDelimiterBehavior::Isolated, false).unwrap()
+        };
+        patterns.iter().map(|p| isolated(p)).collect()
+    });
 
     /// The same cut by the backtracking engine of the `tokenizers` crate.
-    fn theirs(kind: Split, text: &str) -> Vec<String> {
+    fn theirs(kind: &Split, text: &str) -> Vec<String> {
         let mut pre = PreTokenizedString::from(text);
         match kind {
             Split::DigitsGpt2 => {
@@ -167,6 +196,8 @@ mod tests {
             Split::Llama3 => THEIR_LLAMA3.pre_tokenize(&mut pre).unwrap(),
             Split::Qwen2 => THEIR_QWEN2.pre_tokenize(&mut pre).unwrap(),
             Split::Gpt4o => THEIR_GPT4O.pre_tokenize(&mut pre).unwrap(),
+            Split::Tekken => THEIR_TEKKEN.pre_tokenize(&mut pre).unwrap(),
+            Split::Steps(_) => THEIR_DEEPSEEK.iter().for_each(|step| step.pre_tokenize(&mut pre).unwrap()),
         }
         pre.get_splits(OffsetReferential::Original, OffsetType::Byte)
             .into_iter()
@@ -174,21 +205,24 @@ mod tests {
             .collect()
     }
 
-    const KINDS: [Split; 5] = [Split::Gpt2, Split::DigitsGpt2, Split::Llama3, Split::Qwen2, Split::Gpt4o];
+    fn kinds() -> [Split; 7] {
+        let steps = Split::Steps(DEEPSEEK.clone());
+        [Split::Gpt2, Split::DigitsGpt2, Split::Llama3, Split::Qwen2, Split::Gpt4o, Split::Tekken, steps]
+    }
 
     proptest! {
         #[test]
         fn words_are_those_of_the_published_patterns(
-            text in "([ \\t\\n\\r\u{a0}\u{3000}]{0,4}('(s|T|re|LL|x)|[a-cA-BéÉ中\u{301}]{0,4}|[0-9½²]{0,4}|[!?_—🎉]{0,2})){0,8}[ \\n]{0,3}"
+            text in "([ \\t\\n\\r\u{a0}\u{3000}]{0,4}('(s|T|re|LL|x)|[a-cA-BéÉ中ǅ\u{301}]{0,4}|[0-9½²]{0,4}|[!?_—🎉，「]{0,2})){0,8}[ \\n]{0,3}"
         ) {
-            for kind in KINDS {
+            for kind in &kinds() {
                 prop_assert_eq!(ours(kind, &text), theirs(kind, &text), "{:?} on {:?}", kind, &text);
             }
         }
 
         #[test]
         fn words_join_to_the_text(text in any::<String>()) {
-            for kind in KINDS {
+            for kind in &kinds() {
                 prop_assert_eq!(ours(kind, &text).concat(), text.clone());
                 prop_assert_eq!(ours(kind, &text), theirs(kind, &text), "{:?} on {:?}", kind, &text);
             }
@@ -202,7 +236,7 @@ mod tests {
         let llama3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
         assert_eq!(Split::from_pattern(llama3), Some(Split::Llama3));
         assert_eq!(Split::from_pattern(r"\w+"), None);
-        assert_eq!(Split::from_gguf(Some("tekken")), None);
+        assert_eq!(Split::from_gguf(Some("bloom")), None);
         assert_eq!(Split::from_gguf(None), Some(Split::Gpt2));
     }
 
@@ -210,7 +244,7 @@ mod tests {
     #[test]
     fn two_megabytes_of_spaces_are_still_cut_before_the_word() {
         let text = " ".repeat(2 << 20) + "word";
-        for kind in KINDS {
+        for kind in &kinds() {
             assert_eq!(ours(kind, &text).last().map(String::as_str), Some(" word"), "{kind:?}");
         }
     }

@@ -5,3 +5,4 @@
 pub mod driver;
 pub mod plain;
 pub mod random;
+pub mod words;

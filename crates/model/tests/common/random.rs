@@ -120,3 +120,21 @@ pub fn wrap(config: ModelConfig, weights: Weights) -> Arc<Model> {
     let tokenizer = Tokenizer::bytes(&[], None, None).unwrap();
     Arc::new(Model { config, weights, tokenizer, chat_template: None, file_bytes: 0, warnings: Vec::new() })
 }
+
+/// Reorders blocks of `block` rows: block i of the result is block `order[i]`.
+pub fn reorder_rows(t: &Tensor, block: usize, order: &[usize]) -> Tensor {
+    let (data, cols) = (t.to_f32(), t.cols());
+    let moved: Vec<f32> =
+        order.iter().flat_map(|&b| data[b * block * cols..][..block * cols].to_vec()).collect();
+    Tensor::from_f32("reordered", &moved, t.rows(), cols).unwrap()
+}
+
+/// The same of columns.
+pub fn reorder_cols(t: &Tensor, block: usize, order: &[usize]) -> Tensor {
+    let data = t.to_f32();
+    let moved: Vec<f32> = data
+        .chunks_exact(t.cols())
+        .flat_map(|row| order.iter().flat_map(|&b| row[b * block..][..block].to_vec()).collect::<Vec<_>>())
+        .collect();
+    Tensor::from_f32("reordered", &moved, t.rows(), t.cols()).unwrap()
+}

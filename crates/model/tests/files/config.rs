@@ -152,6 +152,7 @@ fn features_that_would_change_the_numbers_are_refused_by_name() {
         ("query_pre_attn_scalar", json!(256)),
         ("num_local_experts", json!(8)),
         ("no_rope_layers", json!([1, 0])),
+        ("sliding_window", json!(4096)),
         ("hidden_act", json!("gelu")),
         ("model_type", json!("gemma3")),
         ("architectures", json!(["LlamaForSequenceClassification"])),

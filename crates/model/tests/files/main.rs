@@ -4,6 +4,7 @@ mod config;
 mod fixtures;
 mod gguf;
 mod gguf_bytes;
+mod hostile;
 mod hub;
 mod mutate;
 mod safetensors;

@@ -117,13 +117,64 @@ fn scaled_sum<F: BlockFormat>(meta: &Group, g: usize) -> f32 {
     if F::GROUP == 32 { meta.scaled_sum } else { meta.scale * meta.half_sums[g % 2] as f32 }
 }
 
+/// What an integer sum of group `g` starts from.
+#[inline(always)]
+pub(super) fn first_int<V: Vector, F: BlockFormat>(meta: &Group, g: usize) -> i32 {
+    let magic = if V::FUSED { MAGIC.to_bits().cast_signed() } else { 0 };
+    magic - offset::<V, F>(meta, g)
+}
+
+/// `acc + Σ w·x` over the four bytes of each lane, for integers of the format.
+///
+/// # Safety
+/// The machine has `V`'s instruction set.
+#[inline(always)]
+pub(super) unsafe fn dot<V: Vector, F: BlockFormat>(acc: V::Int, w: V::Int, x: V::Int) -> V::Int {
+    // SAFETY: the caller's promise.
+    unsafe { if is_wide::<F>() { V::dot_wide(acc, w, x) } else { V::dot(acc, w, x) } }
+}
+
+/// What turns the integer sums of a scale group into floats: a weight row a lane.
+#[derive(Clone, Copy)]
+pub(super) struct Scaled<V: Vector> {
+    pub scale: V::Float,
+    /// −1.5·2²³·scale.
+    pub bias: V::Float,
+    pub min: V::Float,
+}
+
+impl<V: Vector> Scaled<V> {
+    /// `sum` and the products of group `g`, whose integers add to `int`. The one order of roundings that every path has.
+    ///
+    /// # Safety
+    /// The machine has `V`'s instruction set.
+    #[inline(always)]
+    pub unsafe fn add_to<F: BlockFormat>(
+        &self,
+        sum: V::Float,
+        int: V::Int,
+        meta: &Group,
+        g: usize,
+    ) -> V::Float {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let scaled = if V::FUSED {
+                V::mul_add(V::as_float(int), self.scale, self.bias)
+            } else {
+                V::mul(V::to_float(int), self.scale)
+            };
+            let sum = V::mul_add(scaled, V::splat_f(meta.scale), sum);
+            if F::HAS_MIN { V::mul_add(self.min, V::splat_f(scaled_sum::<F>(meta, g)), sum) } else { sum }
+        }
+    }
+}
+
 /// `MR` input rows by `NV` vectors of weight rows, over all columns of the panels.
 ///
 /// # Safety
 /// As [`int_any`].
 #[inline(always)]
 unsafe fn int_tile<V: Vector, F: BlockFormat, const MR: usize, const NV: usize>(t: &IntTile) {
-    let wide = is_wide::<F>();
     let group_bytes = F::GROUP * PANEL_ROWS;
     // SAFETY: all reads stay inside the tile's panels and input rows, whose extents are `cols` columns and MR rows.
     unsafe {
@@ -143,11 +194,8 @@ unsafe fn int_tile<V: Vector, F: BlockFormat, const MR: usize, const NV: usize>(
                 let first_meta = t.meta.wrapping_add(digit * t.digit_stride / 32);
                 let meta: [_; MR] =
                     std::array::from_fn(|m| first_meta.add(m * t.meta_stride + g * F::GROUP / 32));
-                let mut ints: [[V::Int; NV]; MR] = std::array::from_fn(|m| {
-                    let offset = offset::<V, F>(&*meta[m], g);
-                    let magic = if V::FUSED { MAGIC.to_bits().cast_signed() } else { 0 };
-                    [V::splat(magic - offset); NV]
-                });
+                let mut ints: [[V::Int; NV]; MR] =
+                    std::array::from_fn(|m| [V::splat(first_int::<V, F>(&*meta[m], g)); NV]);
                 for quad in 0..F::GROUP / 4 {
                     let w: [V::Int; NV] = std::array::from_fn(|v| {
                         V::load(quants[v].add(g * group_bytes + quad * 4 * PANEL_ROWS))
@@ -159,29 +207,19 @@ unsafe fn int_tile<V: Vector, F: BlockFormat, const MR: usize, const NV: usize>(
                             .read_unaligned();
                         let x = V::splat(x);
                         for v in 0..NV {
-                            ints[m][v] = if wide {
-                                V::dot_wide(ints[m][v], w[v], x)
-                            } else {
-                                V::dot(ints[m][v], w[v], x)
-                            };
+                            ints[m][v] = dot::<V, F>(ints[m][v], w[v], x);
                         }
                     }
                 }
                 for v in 0..NV {
                     let at = groups[v].add(g * GROUP_FLOATS);
-                    let (scale, bias) = (V::load_f(at), V::load_f(at.add(PANEL_ROWS)));
+                    let of = Scaled::<V> {
+                        scale: V::load_f(at),
+                        bias: V::load_f(at.add(PANEL_ROWS)),
+                        min: if F::HAS_MIN { V::load_f(at.add(2 * PANEL_ROWS)) } else { V::splat_f(0.0) },
+                    };
                     for m in 0..MR {
-                        let scaled = if V::FUSED {
-                            V::mul_add(V::as_float(ints[m][v]), scale, bias)
-                        } else {
-                            V::mul(V::to_float(ints[m][v]), scale)
-                        };
-                        sums[m][v] = V::mul_add(scaled, V::splat_f((*meta[m]).scale), sums[m][v]);
-                        if F::HAS_MIN {
-                            let min = V::load_f(at.add(2 * PANEL_ROWS));
-                            let sum = V::splat_f(scaled_sum::<F>(&*meta[m], g));
-                            sums[m][v] = V::mul_add(min, sum, sums[m][v]);
-                        }
+                        sums[m][v] = of.add_to::<F>(sums[m][v], ints[m][v], &*meta[m], g);
                     }
                 }
             }
@@ -239,7 +277,10 @@ unsafe fn start<V: Vector, const MR: usize, const NV: usize>(d: &Dest) -> [[V::F
 /// # Safety
 /// `acc` holds MR rows; `out` holds MR rows of `cols` elements when `finish`.
 #[inline(always)]
-unsafe fn finish<V: Vector, const MR: usize, const NV: usize>(d: &Dest, sums: [[V::Float; NV]; MR]) {
+pub(super) unsafe fn finish<V: Vector, const MR: usize, const NV: usize>(
+    d: &Dest,
+    sums: [[V::Float; NV]; MR],
+) {
     let whole = d.cols >= NV * V::LANES;
     // Each branch is a plain double loop of constant length: only then do the sums live in registers.
     // SAFETY: the caller's promise.

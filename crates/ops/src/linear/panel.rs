@@ -46,8 +46,6 @@ pub(crate) struct Source {
     pub rows: Rows,
     /// Columns, whole blocks.
     pub cols: usize,
-    /// Bytes that will be wanted next and may be fetched meanwhile, as many as are read here; null for none.
-    pub prefetch: *const u8,
 }
 
 /// One integer panel in scratch.

@@ -12,31 +12,44 @@ use crate::dequant::legacy::{Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
 use crate::dequant::table::{Iq4Nl, Iq4Xs, Mxfp4};
 use crate::dequant::{MAX_BLOCK_ELEMS, MAX_BLOCK_GROUPS};
 
-/// Where one block of `LANES` rows goes.
+/// Where one block of `LANES` rows goes: into a panel, or into sums at once.
+pub(crate) trait Sink<V: Vector> {
+    /// Takes four elements `4·quad ..` of the block, a row a lane.
+    ///
+    /// # Safety
+    /// The machine has `V`'s instruction set, the block has that quad, and each comes once.
+    unsafe fn quad(&mut self, quad: usize, v: V::Int);
+
+    /// Takes the scale of group `g` of the block.
+    ///
+    /// # Safety
+    /// As [`Sink::quad`].
+    unsafe fn scale(&mut self, g: usize, scale: V::Float);
+
+    /// Takes the minimum of group `g` of the block.
+    ///
+    /// # Safety
+    /// As [`Sink::quad`].
+    unsafe fn min(&mut self, g: usize, min: V::Float);
+}
+
+/// A block's place in a panel.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Sink {
+struct PanelSink {
     quants: *mut u8,
     groups: *mut f32,
 }
 
-impl Sink {
-    /// Four elements `4·quad ..` of the block, a row a lane.
-    ///
-    /// # Safety
-    /// The panel holds that quad.
+impl<V: Vector> Sink<V> for PanelSink {
     #[inline(always)]
-    unsafe fn quad<V: Vector>(self, quad: usize, v: V::Int) {
-        // SAFETY: the caller's promise.
+    unsafe fn quad(&mut self, quad: usize, v: V::Int) {
+        // SAFETY: the caller's promise; the panel has room for the block.
         unsafe { V::store(self.quants.add(quad * 4 * PANEL_ROWS), v) }
     }
 
-    /// Scale of group `g` of the block.
-    ///
-    /// # Safety
-    /// The panel holds that group.
     #[inline(always)]
-    unsafe fn scale<V: Vector>(self, g: usize, scale: V::Float) {
-        // SAFETY: the caller's promise.
+    unsafe fn scale(&mut self, g: usize, scale: V::Float) {
+        // SAFETY: as above.
         unsafe {
             let at = self.groups.add(g * GROUP_FLOATS);
             V::store_f(at, scale);
@@ -44,13 +57,9 @@ impl Sink {
         }
     }
 
-    /// Minimum of group `g` of the block.
-    ///
-    /// # Safety
-    /// The panel holds that group.
     #[inline(always)]
-    unsafe fn min<V: Vector>(self, g: usize, min: V::Float) {
-        // SAFETY: the caller's promise.
+    unsafe fn min(&mut self, g: usize, min: V::Float) {
+        // SAFETY: as above.
         unsafe { V::store_f(self.groups.add(g * GROUP_FLOATS + 2 * PANEL_ROWS), min) }
     }
 }
@@ -61,25 +70,33 @@ pub(crate) trait Unpack: BlockFormat {
     ///
     /// # Safety
     /// The machine has `V`'s instruction set, each row has the block's bytes, the sink has room for it.
-    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: &mut impl Sink<V>) {
         let mut q = [0u8; MAX_BLOCK_ELEMS];
         let (mut scale, mut min) = ([0f32; MAX_BLOCK_GROUPS], [0f32; MAX_BLOCK_GROUPS]);
+        let mut quads = [[[0u8; 4]; PANEL_ROWS]; MAX_BLOCK_ELEMS / 4];
+        let mut scales = [[0f32; PANEL_ROWS]; MAX_BLOCK_GROUPS];
+        let mut mins = [[0f32; PANEL_ROWS]; MAX_BLOCK_GROUPS];
         for lane in 0..V::LANES {
-            // SAFETY: the caller's promise; quads and groups lie inside the block's part of the panel.
-            unsafe {
-                let block = std::slice::from_raw_parts(rows.at(first + lane, offset), Self::BYTES);
-                Self::split(block, &mut q[..Self::ELEMS], &mut scale, &mut min);
-                for (quad, q) in q[..Self::ELEMS].as_chunks::<4>().0.iter().enumerate() {
-                    sink.quants.add((quad * PANEL_ROWS + lane) * 4).cast::<[u8; 4]>().write(*q);
+            // SAFETY: the caller's promise.
+            let block = unsafe { std::slice::from_raw_parts(rows.at(first + lane, offset), Self::BYTES) };
+            Self::split(block, &mut q[..Self::ELEMS], &mut scale, &mut min);
+            for (quad, q) in quads.iter_mut().zip(q[..Self::ELEMS].as_chunks::<4>().0) {
+                quad[lane] = *q;
+            }
+            for g in 0..Self::ELEMS / Self::GROUP {
+                (scales[g][lane], mins[g][lane]) = (scale[g], min[g]);
+            }
+        }
+        // SAFETY: the arrays have a panel's rows, which are no fewer than lanes.
+        unsafe {
+            for g in 0..Self::ELEMS / Self::GROUP {
+                sink.scale(g, V::load_f(scales[g].as_ptr()));
+                if Self::HAS_MIN {
+                    sink.min(g, V::load_f(mins[g].as_ptr()));
                 }
-                for g in 0..Self::ELEMS / Self::GROUP {
-                    let at = sink.groups.add(g * GROUP_FLOATS + lane);
-                    *at = scale[g];
-                    *at.add(PANEL_ROWS) = scale[g] * -MAGIC;
-                    if Self::HAS_MIN {
-                        *at.add(2 * PANEL_ROWS) = min[g];
-                    }
-                }
+            }
+            for (quad, words) in quads[..Self::ELEMS / 4].iter().enumerate() {
+                sink.quad(quad, V::load(words.as_ptr().cast()));
             }
         }
     }
@@ -97,23 +114,23 @@ impl Unpack for Mxfp4 {}
 /// # Safety
 /// As [`Unpack::block`].
 #[inline(always)]
-unsafe fn nibbles<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+unsafe fn nibbles<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: &mut impl Sink<V>) {
     // SAFETY: the caller's promise.
     unsafe {
         let mask = V::splat(0x0f0f_0f0f);
         for (j, w) in V::gather4(rows, first, offset).into_iter().enumerate() {
-            sink.quad::<V>(j, V::and(w, mask));
-            sink.quad::<V>(j + 4, V::and(V::shr::<4>(w), mask));
+            sink.quad(j, V::and(w, mask));
+            sink.quad(j + 4, V::and(V::shr::<4>(w), mask));
         }
     }
 }
 
 impl Unpack for Q4_0 {
     #[inline(always)]
-    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: &mut impl Sink<V>) {
         // SAFETY: the caller's promise.
         unsafe {
-            sink.scale::<V>(0, V::half_to_float(V::gather(rows, first, offset)));
+            sink.scale(0, V::half_to_float(V::gather(rows, first, offset)));
             nibbles::<V>(rows, first, offset + 2, sink);
         }
     }
@@ -121,12 +138,12 @@ impl Unpack for Q4_0 {
 
 impl Unpack for Q4_1 {
     #[inline(always)]
-    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: &mut impl Sink<V>) {
         // SAFETY: the caller's promise.
         unsafe {
             let scale_min = V::gather(rows, first, offset);
-            sink.scale::<V>(0, V::half_to_float(scale_min));
-            sink.min::<V>(0, V::half_to_float(V::shr::<16>(scale_min)));
+            sink.scale(0, V::half_to_float(scale_min));
+            sink.min(0, V::half_to_float(V::shr::<16>(scale_min)));
             nibbles::<V>(rows, first, offset + 4, sink);
         }
     }
@@ -156,7 +173,13 @@ unsafe fn fifth_bits<V: Vector, const J: u32>(bits: V::Int) -> V::Int {
 /// # Safety
 /// As [`Unpack::block`].
 #[inline(always)]
-unsafe fn nibbles_and_top<V: Vector>(rows: &Rows, first: usize, offset: usize, top: V::Int, sink: Sink) {
+unsafe fn nibbles_and_top<V: Vector>(
+    rows: &Rows,
+    first: usize,
+    offset: usize,
+    top: V::Int,
+    sink: &mut impl Sink<V>,
+) {
     // SAFETY: the caller's promise.
     unsafe {
         let mask = V::splat(0x0f0f_0f0f);
@@ -173,18 +196,18 @@ unsafe fn nibbles_and_top<V: Vector>(rows: &Rows, first: usize, offset: usize, t
             fifth_bits::<V, 28>(top),
         ];
         for (j, w) in V::gather4(rows, first, offset).into_iter().enumerate() {
-            sink.quad::<V>(j, V::or(V::and(w, mask), low[j]));
-            sink.quad::<V>(j + 4, V::or(V::and(V::shr::<4>(w), mask), high[j]));
+            sink.quad(j, V::or(V::and(w, mask), low[j]));
+            sink.quad(j + 4, V::or(V::and(V::shr::<4>(w), mask), high[j]));
         }
     }
 }
 
 impl Unpack for Q5_0 {
     #[inline(always)]
-    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: &mut impl Sink<V>) {
         // SAFETY: the caller's promise.
         unsafe {
-            sink.scale::<V>(0, V::half_to_float(V::gather(rows, first, offset)));
+            sink.scale(0, V::half_to_float(V::gather(rows, first, offset)));
             let top = V::gather(rows, first, offset + 2);
             nibbles_and_top::<V>(rows, first, offset + 6, top, sink);
         }
@@ -193,12 +216,12 @@ impl Unpack for Q5_0 {
 
 impl Unpack for Q5_1 {
     #[inline(always)]
-    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: &mut impl Sink<V>) {
         // SAFETY: the caller's promise.
         unsafe {
             let scale_min = V::gather(rows, first, offset);
-            sink.scale::<V>(0, V::half_to_float(scale_min));
-            sink.min::<V>(0, V::half_to_float(V::shr::<16>(scale_min)));
+            sink.scale(0, V::half_to_float(scale_min));
+            sink.min(0, V::half_to_float(V::shr::<16>(scale_min)));
             let top = V::gather(rows, first, offset + 4);
             nibbles_and_top::<V>(rows, first, offset + 8, top, sink);
         }
@@ -207,14 +230,14 @@ impl Unpack for Q5_1 {
 
 impl Unpack for Q8_0 {
     #[inline(always)]
-    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: &mut impl Sink<V>) {
         // SAFETY: the caller's promise.
         unsafe {
-            sink.scale::<V>(0, V::half_to_float(V::gather(rows, first, offset)));
+            sink.scale(0, V::half_to_float(V::gather(rows, first, offset)));
             let flip = V::splat(0x8080_8080_u32.cast_signed());
             for part in 0..2 {
                 for (j, w) in V::gather4(rows, first, offset + 2 + 16 * part).into_iter().enumerate() {
-                    sink.quad::<V>(4 * part + j, V::xor(w, flip));
+                    sink.quad(4 * part + j, V::xor(w, flip));
                 }
             }
         }
@@ -246,7 +269,7 @@ unsafe fn split_bits<V: Vector, const BITS: u32, const TOP: u32>(low: V::Int, to
 
 impl Unpack for Q4K {
     #[inline(always)]
-    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: &mut impl Sink<V>) {
         // SAFETY: the caller's promise.
         unsafe {
             let [head, s, m, high] = V::gather4(rows, first, offset);
@@ -263,16 +286,16 @@ impl Unpack for Q4K {
                 (split_bits::<V, 24, 30>(high, s), split_bits::<V, 28, 30>(high, m)),
             ];
             for (g, (scale, min)) in groups.into_iter().enumerate() {
-                sink.scale::<V>(g, V::mul(d, V::to_float(scale)));
-                sink.min::<V>(g, V::mul(dmin, V::to_float(min)));
+                sink.scale(g, V::mul(d, V::to_float(scale)));
+                sink.min(g, V::mul(dmin, V::to_float(min)));
             }
             let mask = V::splat(0x0f0f_0f0f);
             for part in 0..8 {
                 // 32 bytes hold two groups; this half of them the same half of both.
                 let quad = part / 2 * 16 + part % 2 * 4;
                 for (j, w) in V::gather4(rows, first, offset + 16 + 16 * part).into_iter().enumerate() {
-                    sink.quad::<V>(quad + j, V::and(w, mask));
-                    sink.quad::<V>(quad + j + 8, V::and(V::shr::<4>(w), mask));
+                    sink.quad(quad + j, V::and(w, mask));
+                    sink.quad(quad + j + 8, V::and(V::shr::<4>(w), mask));
                 }
             }
         }
@@ -281,7 +304,7 @@ impl Unpack for Q4K {
 
 impl Unpack for Q6K {
     #[inline(always)]
-    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: Sink) {
+    unsafe fn block<V: Vector>(rows: &Rows, first: usize, offset: usize, sink: &mut impl Sink<V>) {
         // SAFETY: the caller's promise.
         unsafe {
             // The f16 ends the block: read the word that ends with it.
@@ -289,7 +312,7 @@ impl Unpack for Q6K {
             for (i, w) in V::gather4(rows, first, offset + 192).into_iter().enumerate() {
                 let bytes = [V::shl::<24>(w), V::shl::<16>(w), V::shl::<8>(w), w];
                 for (j, b) in bytes.into_iter().enumerate() {
-                    sink.scale::<V>(4 * i + j, V::mul(d, V::to_float(V::sar::<24>(b))));
+                    sink.scale(4 * i + j, V::mul(d, V::to_float(V::sar::<24>(b))));
                 }
             }
             let (low, two, top) = (V::splat(0x0f0f_0f0f), V::splat(0x0303_0303), V::splat(0x3030_3030));
@@ -304,11 +327,11 @@ impl Unpack for Q6K {
                     let first_run = V::shl::<4>(V::and(h[j], two));
                     let second_run = V::and(V::shl::<2>(h[j]), top);
                     let fourth_run = V::and(V::shr::<2>(h[j]), top);
-                    sink.quad::<V>(quad, V::or(V::and(a[j], low), first_run));
-                    sink.quad::<V>(quad + 8, V::or(V::and(b[j], low), second_run));
+                    sink.quad(quad, V::or(V::and(a[j], low), first_run));
+                    sink.quad(quad + 8, V::or(V::and(b[j], low), second_run));
                     let (a, b) = (V::and(V::shr::<4>(a[j]), low), V::and(V::shr::<4>(b[j]), low));
-                    sink.quad::<V>(quad + 16, V::or(a, V::and(h[j], top)));
-                    sink.quad::<V>(quad + 24, V::or(b, fourth_run));
+                    sink.quad(quad + 16, V::or(a, V::and(h[j], top)));
+                    sink.quad(quad + 24, V::or(b, fourth_run));
                 }
             }
         }
@@ -321,22 +344,15 @@ impl Unpack for Q6K {
 /// The machine has `V`'s instruction set, the source is readable, the panel has room for its columns.
 #[inline(always)]
 pub(crate) unsafe fn blocks<V: Vector, F: Unpack>(source: &Source, to: &IntPanels) {
-    let block_bytes = PANEL_ROWS * F::BYTES;
     for b in 0..source.cols / F::ELEMS {
         for first in (0..PANEL_ROWS).step_by(V::LANES) {
             // SAFETY: the caller's promise; block `b` lies inside `cols`.
             unsafe {
-                let sink = Sink {
+                let mut sink = PanelSink {
                     quants: to.quants.add(b * F::ELEMS * PANEL_ROWS + first * 4),
                     groups: to.groups.add(b * (F::ELEMS / F::GROUP) * GROUP_FLOATS + first),
                 };
-                F::block::<V>(&source.rows, first, b * F::BYTES, sink);
-            }
-        }
-        if !source.prefetch.is_null() {
-            for line in 0..block_bytes.div_ceil(64) {
-                // SAFETY: a prefetch takes any address.
-                unsafe { V::prefetch(source.prefetch.wrapping_add(b * block_bytes + line * 64)) }
+                F::block::<V>(&source.rows, first, b * F::BYTES, &mut sink);
             }
         }
     }

@@ -57,11 +57,26 @@ impl Server {
     }
 
     pub async fn with_queue(engine: EngineOptions, options: ServerOptions, max_requests: usize) -> Server {
-        let engine = Engine::new(model(), engine).expect("the engine fits");
+        Server::with_model(model(), engine, options, max_requests).await
+    }
+
+    pub async fn with_model(
+        model: Arc<Model>,
+        engine: EngineOptions,
+        options: ServerOptions,
+        max_requests: usize,
+    ) -> Server {
+        let engine = Engine::new(Arc::clone(&model), engine).expect("the engine fits");
         let handle = EngineHandle::spawn(engine, HandleOptions { max_requests }).expect("the engine starts");
         let max_model_len = handle.door().max_model_len;
-        let facts = EngineFacts { max_model_len, max_requests, cache_config: vec![], capabilities: vec![] };
-        let app = App::new(handle, model(), facts, options);
+        let facts = EngineFacts {
+            max_model_len,
+            max_requests,
+            cache_config: vec![],
+            capabilities: vec![],
+            conditions: serde_json::Map::new(),
+        };
+        let app = App::new(handle, model, facts, options);
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let addr = listener.local_addr().expect("an address");
         let (stop, stopped) = oneshot::channel();
@@ -132,10 +147,15 @@ pub fn post_bytes(path: &str, headers: &str, body: &[u8]) -> Vec<u8> {
 
 /// Sends raw bytes and reads the reply until the server closes.
 pub async fn send(addr: SocketAddr, bytes: &[u8]) -> Reply {
+    send_within(addr, bytes, PATIENCE).await
+}
+
+/// The same with a patience of its own.
+pub async fn send_within(addr: SocketAddr, bytes: &[u8], patience: Duration) -> Reply {
     let mut socket = TcpStream::connect(addr).await.expect("the server listens");
     socket.write_all(bytes).await.expect("the request is written");
     let mut raw = Vec::new();
-    let read = tokio::time::timeout(PATIENCE, socket.read_to_end(&mut raw)).await.expect("a reply in time");
+    let read = tokio::time::timeout(patience, socket.read_to_end(&mut raw)).await.expect("a reply in time");
     read.expect("a whole reply");
     Reply::parse(&raw)
 }

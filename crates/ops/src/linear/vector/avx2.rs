@@ -20,10 +20,6 @@ impl<const VNNI: bool> Vector for Ymm<VNNI> {
     const WIDE_IS_SIGNED: bool = !VNNI;
 
     #[inline(always)]
-    unsafe fn prefetch(p: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
-    }
-    #[inline(always)]
     unsafe fn load(p: *const u8) -> __m256i {
         unsafe { _mm256_loadu_si256(p.cast()) }
     }

@@ -12,6 +12,7 @@ pub mod neon;
 pub mod portable;
 
 use crate::dequant::BlockFormat;
+use crate::linear::direct::RowTile;
 use crate::linear::panel::{FloatTile, IntPanels, IntTile, Rows, Source};
 use crate::linear::unpack::{FloatFormat, Unpack};
 use crate::quantize::Group;
@@ -33,8 +34,6 @@ pub(crate) trait Vector: Copy {
     /// Whether [`Vector::dot_wide`] takes the 128 off its unsigned operand itself.
     const WIDE_IS_SIGNED: bool;
 
-    /// Asks for the cache line at `p`, which need not be valid.
-    unsafe fn prefetch(p: *const u8);
     /// `LANES` words from `p`.
     unsafe fn load(p: *const u8) -> Self::Int;
     /// `LANES` words to `p`.
@@ -109,6 +108,8 @@ pub(crate) trait Kernels: Vector {
 
     /// Integer tile of `rows` input rows, a power of two ≤ `INT_ROWS`, and `panels` ≤ `PANELS`.
     unsafe fn int_tile<F: BlockFormat>(rows: usize, panels: usize, tile: &IntTile);
+    /// One input row straight from the weight's bytes.
+    unsafe fn row_tile<F: Unpack>(tile: &RowTile);
     /// Float tile of `rows` input rows, a power of two ≤ `FLOAT_ROWS`, and `panels` ≤ `PANELS`.
     unsafe fn float_tile(rows: usize, panels: usize, tile: &FloatTile);
     /// Unpacks the columns of one panel from a quantised format.
@@ -137,6 +138,12 @@ macro_rules! entries {
             ) {
                 // SAFETY: the caller's promise, passed on.
                 unsafe { $crate::linear::kernel::int_any::<$vector, F>(rows, panels, tile) }
+            }
+
+            $(#[$features])*
+            unsafe fn row_tile<F: $crate::linear::unpack::Unpack>(tile: &$crate::linear::direct::RowTile) {
+                // SAFETY: the caller's promise, passed on.
+                unsafe { $crate::linear::direct::row_any::<$vector, F>(tile) }
             }
 
             $(#[$features])*

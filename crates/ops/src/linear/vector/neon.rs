@@ -36,8 +36,6 @@ impl Vector for Neon {
     const WIDE_IS_SIGNED: bool = true;
 
     #[inline(always)]
-    unsafe fn prefetch(_p: *const u8) {}
-    #[inline(always)]
     unsafe fn load(p: *const u8) -> uint32x4_t {
         unsafe { vreinterpretq_u32_u8(vld1q_u8(p)) }
     }

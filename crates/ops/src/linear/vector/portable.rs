@@ -27,8 +27,6 @@ impl Vector for Portable {
     const WIDE_IS_SIGNED: bool = false;
 
     #[inline(always)]
-    unsafe fn prefetch(_p: *const u8) {}
-    #[inline(always)]
     unsafe fn load(p: *const u8) -> [u32; 16] {
         unsafe { p.cast::<[u32; 16]>().read_unaligned() }
     }
