@@ -75,7 +75,7 @@ pub struct LoadProgress {
 }
 
 /// Loads `spec`: a `.gguf` file, a folder with `config.json`, `*.safetensors` and `tokenizer.json`, one `.safetensors` beside
-/// its `config.json`, a [`builtin`](crate::builtin) name, or `hf:owner/name[@revision][:file.gguf]`.
+/// its `config.json`, a [`builtin`] name, or `hf:owner/name[@revision][:file.gguf]`.
 pub fn load(
     spec: &str,
     opts: &LoadOptions,
