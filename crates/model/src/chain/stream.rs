@@ -34,7 +34,7 @@ pub(super) const IS_NUMBER: usize = ONE + 2;
 pub(super) const NULL: usize = ONE + 3;
 /// +1 at a question for 2 hops or more, for 3 or more, …, [`MAX_HOPS`].
 pub(super) const ASKS_HOPS: usize = ONE + 4;
-/// How often the key before has occurred, as the construction writes it: +1, −1 from the second time on, from the third on, ….
+/// How often the key before has occurred, as the second layer of `chain` writes it: +1, −1 from the second time on, from the third on, ….
 pub(super) const TIMES: usize = ASKS_HOPS + MAX_HOPS - 1;
 /// The same of the value that is looked for.
 pub(super) const WANTED: usize = TIMES + TIMES_LEN;
