@@ -9,13 +9,13 @@ use crate::weights::Weights;
 
 /// Name after `builtin:`.
 pub const NAME: &str = "count";
-/// The greatest number that is promised, and that has a token. The margin at n is about [`MIN_MARGIN`] + 5 less a rounding that grows as n²;
-/// docs/constructed.md measures both.
+/// The greatest number that is promised, and that has a token. The margin loses a rounding that grows as n²; docs/constructed.md says where it
+/// would be used up.
 pub const MAX_COUNT: usize = 1000;
 /// Factor of the lines of the output head: a power of two, so that it rounds nothing.
 pub const LINE_GAIN: f32 = 8.0;
 /// The smallest difference between the best and the second logit at a number. The exact margin is 3 − 2/(n + 2) times [`LINE_GAIN`], which is least
-/// (18.67) for one occurrence; the rest is left to the rounding of logits of up to 8·10⁶.
+/// (18.67) for one occurrence; the rest is for the rounding of logits of up to 8·10⁶, at most 4.3.
 pub const MIN_MARGIN: f32 = 12.0;
 
 /// The configuration: the window layer, then one global layer without positions.
