@@ -12,6 +12,6 @@ fn scripted_endpoints_get_their_known_scores_and_times() {
     let test = SelfTest { tasks: &tasks, lengths: &[6_000, 12_000], samples: 6, folder: &folder };
     let checks = test.all(&mut |c| println!("{} {}: {} ({})", c.ok, c.name, c.got, c.expected)).unwrap();
     std::fs::remove_dir_all(&folder).unwrap();
-    let bad: Vec<&Check> = checks.iter().filter(|c| !c.ok && !c.busy).collect();
+    let bad: Vec<&Check> = checks.iter().filter(|c| !c.ok).collect();
     assert!(bad.is_empty() && checks.len() >= 14, "{bad:#?}");
 }

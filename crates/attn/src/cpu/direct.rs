@@ -448,18 +448,10 @@ unsafe fn value_columns<V: Vector, E: InPlace, const R: usize, const P: usize, c
     let pair = 2 * V::LANES;
     // SAFETY: checked offsets; within the slot's parts.
     unsafe {
-        let o = w.o.add(h.row * w.o_stride + x);
         let s = w.s;
         // Of two keys' columns, and as much of their keys.
         let lines = (P * pair * 2 * 2 * size_of::<E>() / LINE_BYTES * (8 - DOT_LINES)).div_ceil(8);
-        let mut acc = [[(V::splat(0.0), V::splat(0.0)); P]; R];
-        for r in 0..R {
-            let a = V::splat(*w.alpha.add(h.row + r));
-            for i in 0..P {
-                let p = o.add(r * w.o_stride + i * pair);
-                acc[r][i] = (V::load(p).mul(a), V::load(p.add(V::LANES)).mul(a));
-            }
-        }
+        let mut acc = shrunk_sums::<V, R, P>(w, h.row, x);
         for key in lo..hi {
             let p = h.v.add(*w.v_off.get_unchecked(key) + x);
             if key % 2 == 0 {
@@ -476,9 +468,50 @@ unsafe fn value_columns<V: Vector, E: InPlace, const R: usize, const P: usize, c
                 }
             }
         }
+        keep_sums(w, h.row, x, &acc);
+    }
+}
+
+/// Columns `x ..` of R rows of o from row `row` of the slot, P pairs of vectors each, times the rows' alphas.
+///
+/// # Safety
+/// As `Vector`; the rows are padded to whole pairs.
+#[inline(always)]
+pub(crate) unsafe fn shrunk_sums<V: Vector, const R: usize, const P: usize>(
+    w: &Scratch<'_>,
+    row: usize,
+    x: usize,
+) -> [[(V, V); P]; R] {
+    // SAFETY: forwarded.
+    unsafe {
+        let mut acc = [[(V::splat(0.0), V::splat(0.0)); P]; R];
         for r in 0..R {
+            let a = V::splat(*w.alpha.add(row + r));
             for i in 0..P {
-                let p = o.add(r * w.o_stride + i * pair);
+                let p = w.o.add((row + r) * w.o_stride + x + i * 2 * V::LANES);
+                acc[r][i] = (V::load(p).mul(a), V::load(p.add(V::LANES)).mul(a));
+            }
+        }
+        acc
+    }
+}
+
+/// Puts them back.
+///
+/// # Safety
+/// As [`shrunk_sums`].
+#[inline(always)]
+pub(crate) unsafe fn keep_sums<V: Vector, const R: usize, const P: usize>(
+    w: &Scratch<'_>,
+    row: usize,
+    x: usize,
+    acc: &[[(V, V); P]; R],
+) {
+    for r in 0..R {
+        for i in 0..P {
+            // SAFETY: forwarded.
+            unsafe {
+                let p = w.o.add((row + r) * w.o_stride + x + i * 2 * V::LANES);
                 acc[r][i].0.store(p);
                 acc[r][i].1.store(p.add(V::LANES));
             }

@@ -8,7 +8,7 @@
 use half::bf16;
 
 use super::ahead::{Ahead, LINE_BYTES, NEAR};
-use super::direct::{DOT_LINES, Head, Rows};
+use super::direct::{DOT_LINES, Head, Rows, keep_sums, shrunk_sums};
 use super::element::Elem;
 use super::products::{Products, Step};
 use super::seen::Runs;
@@ -418,17 +418,9 @@ unsafe fn value_columns<V: PairDots, const R: usize, const P: usize, const PARTI
     let pair = 2 * V::LANES;
     // SAFETY: checked offsets; within the slot's parts; a row of zeros stands for a key beside lo .. hi.
     unsafe {
-        let o = w.o.add(h.row * w.o_stride + x);
         // Of two keys' columns, and as much of their keys.
         let lines = (P * pair * 2 * 2 * size_of::<bf16>() / LINE_BYTES * (8 - DOT_LINES)).div_ceil(8);
-        let mut acc = [[(V::splat(0.0), V::splat(0.0)); P]; R];
-        for r in 0..R {
-            let a = V::splat(*w.alpha.add(h.row + r));
-            for i in 0..P {
-                let p = o.add(r * w.o_stride + i * pair);
-                acc[r][i] = (V::load(p).mul(a), V::load(p.add(V::LANES)).mul(a));
-            }
-        }
+        let mut acc = shrunk_sums::<V, R, P>(w, h.row, x);
         let zeros = w.zeros.cast_const().cast::<bf16>();
         let row = |key: usize| {
             if key < lo || key >= hi {
@@ -455,12 +447,6 @@ unsafe fn value_columns<V: PairDots, const R: usize, const P: usize, const PARTI
                 }
             }
         }
-        for r in 0..R {
-            for i in 0..P {
-                let p = o.add(r * w.o_stride + i * pair);
-                acc[r][i].0.store(p);
-                acc[r][i].1.store(p.add(V::LANES));
-            }
-        }
+        keep_sums(w, h.row, x, &acc);
     }
 }

@@ -28,7 +28,7 @@ use crate::stats::serving::Goals;
 use crate::task::{Kit, Task};
 
 /// Tries of a check of times: a machine that is busy elsewhere is late at random, a wrong timer always.
-const TIMER_TRIES: usize = 6;
+const TIMER_TRIES: usize = 4;
 
 /// One comparison.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -41,8 +41,6 @@ pub struct Check {
     pub got: String,
     /// Whether it did.
     pub ok: bool,
-    /// It did not, and the asking side was late itself: the machine is too busy for this check to mean anything.
-    pub busy: bool,
 }
 
 /// What the checks ask.
@@ -58,7 +56,7 @@ pub struct SelfTest<'a> {
 }
 
 fn check(name: impl Into<String>, expected: impl Into<String>, got: impl Into<String>, ok: bool) -> Check {
-    Check { name: name.into(), expected: expected.into(), got: got.into(), ok, busy: false }
+    Check { name: name.into(), expected: expected.into(), got: got.into(), ok }
 }
 
 impl SelfTest<'_> {
@@ -414,8 +412,7 @@ impl SelfTest<'_> {
         let want: Vec<String> =
             [50.0, 95.0, 99.0].iter().map(|&p| format!("P{p} {:.2}", linear(&truth, p))).collect();
         let expected = format!("{} ms, each within 1 % or 1 ms; client lag P99 below 1 ms", want.join(", "));
-        let mut late = false;
-        let tried = self.tried("known delays, 200 requests/s", &expected, |attempt| {
+        self.tried("known delays, 200 requests/s", &expected, |attempt| {
             let spec = self.timed(n as u32, load);
             let report = self.run(&format!("delays-{attempt}"), &spec, Arc::new(drawn))?;
             let times = &report.serving.times;
@@ -428,10 +425,8 @@ impl SelfTest<'_> {
             }
             let lag = times.get("client_lag_ms").and_then(|t| t.p(99.0)).map_or(f64::INFINITY, |p| p.value);
             got.push(format!("lag {lag:.2}"));
-            late = lag >= 1.0;
-            Ok((got.join(", "), ok && !late))
-        })?;
-        Ok(Check { busy: !tried.ok && late, ..tried })
+            Ok((got.join(", "), ok && lag < 1.0))
+        })
     }
 
     /// One stall of a server that serves one at a time: whoever counts from the sending sees one late answer, whoever counts from the

@@ -172,15 +172,5 @@ impl Task for UuidChain {
         score
     }
 
-    fn right_answer(&self, item: &Item, _answers: &[Answer]) -> Answer {
-        retrieval::right(item, Combine::All)
-    }
-
-    fn chance(&self, item: &Item) -> f64 {
-        retrieval::chance(item, Combine::All)
-    }
-
-    fn guess(&self, item: &Item, draw: &mut dyn FnMut(usize) -> usize) -> Answer {
-        retrieval::guess(item, Combine::All, draw)
-    }
+    super::named_guesses!(Combine::All);
 }

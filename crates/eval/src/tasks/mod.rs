@@ -6,13 +6,9 @@ use crate::EvalError;
 use crate::item::{Answer, Finish};
 use crate::task::Task;
 
-/// The judging half of a task whose answers name things (`score/retrieval.rs`).
-macro_rules! named_answers {
+/// The half of `named_answers` beside the judging: what is right, what a guess is and what it scores.
+macro_rules! named_guesses {
     ($combine:expr) => {
-        fn score(&self, item: &crate::item::Item, answers: &[crate::item::Answer]) -> crate::item::Score {
-            crate::score::retrieval::score(item, crate::tasks::last(answers), $combine)
-        }
-
         fn right_answer(&self, item: &crate::item::Item, _: &[crate::item::Answer]) -> crate::item::Answer {
             crate::score::retrieval::right(item, $combine)
         }
@@ -28,6 +24,18 @@ macro_rules! named_answers {
         ) -> crate::item::Answer {
             crate::score::retrieval::guess(item, $combine, draw)
         }
+    };
+}
+pub(crate) use named_guesses;
+
+/// The judging half of a task whose answers name things (`score/retrieval.rs`).
+macro_rules! named_answers {
+    ($combine:expr) => {
+        fn score(&self, item: &crate::item::Item, answers: &[crate::item::Answer]) -> crate::item::Score {
+            crate::score::retrieval::score(item, crate::tasks::last(answers), $combine)
+        }
+
+        crate::tasks::named_guesses!($combine);
     };
 }
 

@@ -49,7 +49,7 @@ impl Task for OneHop {
     }
 
     fn about(&self) -> &'static str {
-        "a fact of one paragraph among many, relatives nearby (made-up world; SQuAD by a loader)"
+        "a fact of one paragraph among many, relatives nearby (a made-up world)"
     }
 
     fn item(&self, kit: &Kit<'_>, cell: &Cell) -> Result<Item, EvalError> {
@@ -108,7 +108,7 @@ impl Task for TwoHops {
     }
 
     fn about(&self) -> &'static str {
-        "two paragraphs together hold the answer (made-up world; HotpotQA by a loader)"
+        "two paragraphs together hold the answer (a made-up world)"
     }
 
     fn item(&self, kit: &Kit<'_>, cell: &Cell) -> Result<Item, EvalError> {
