@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Attention forward on one Hopper, ours beside its peers: FlashAttention-3 (flash_attn_interface) and cuDNN through PyTorch, in turn.
+"""Attention forward on one Hopper, ours beside its peers: FlashAttention-3 (flash_attn_interface), FlashAttention-4 (flash_attn.cute) and cuDNN
+through PyTorch, in turn.
 
 usage: hopper_forward.py DIMS MASKS LENGTHS REPEATS ROUNDS PEERS [OUR BENCH BINARY] [RECORD INPUT]
        e.g. 64,128,256 full,causal 2048,8192,16384,32768 10 3 fa3,cudnn ./suanpan-gpu-bench forward.json
@@ -94,6 +95,13 @@ def fa3(mask, q, k, v):
     return None
 
 
+def fa4(mask, q, k, v):
+    if mask not in ("full", "causal"):
+        return None
+    from flash_attn.cute import flash_attn_func
+    return lambda: flash_attn_func(q, k, v, causal=mask == "causal")
+
+
 def cudnn(mask, q, k, v):
     if mask not in ("full", "causal"):
         return None
@@ -113,7 +121,7 @@ def peers_round(dims, mask, lengths, repeats, peers, times):
         kv_heads = heads // 4 if few else heads
         q, k, v = (torch.randn(batch, n, h, d, device="cuda", dtype=torch.bfloat16)
                    for n, h, d in ((few or length, heads, dim), (length, kv_heads, dim), (length, kv_heads, dim_v)))
-        for name, make in (("fa3", fa3), ("cudnn", cudnn)):
+        for name, make in (("fa3", fa3), ("fa4", fa4), ("cudnn", cudnn)):
             if name not in peers:
                 continue
             try:
@@ -167,7 +175,7 @@ def main():
               for dims, masks, lengths in zip(*(a.split("/") for a in sys.argv[1:4]), strict=True)]
     repeats, rounds, peers = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6].split(",")
     ours = sys.argv[7].split(",") if len(sys.argv) > 7 else []
-    versions = {"fa3": "FlashAttention-3 3.0.0.post20260810", "cudnn": f"cuDNN {torch.backends.cudnn.version()} by PyTorch {torch.__version__}"}
+    versions = {"fa3": "FlashAttention-3 3.0.0.post20260810", "fa4": "FlashAttention-4 4.0.0b36", "cudnn": f"cuDNN {torch.backends.cudnn.version()} by PyTorch {torch.__version__}"}
     cells = {(d, m, s): defaultdict(list) for dims, masks, lengths in groups for d in dims for m in masks for s in lengths}
     for _ in range(rounds):
         for dims, masks, lengths in groups:

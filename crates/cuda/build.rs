@@ -67,6 +67,8 @@ fn units() -> Vec<Unit> {
     let mut out = vec![Unit { name: "random".into(), source: "kernels/testing/random.cu", defines: vec![] }];
     out.push(Unit { name: "peak".into(), source: "kernels/testing/peak.cu", defines: vec![] });
     out.push(Unit { name: "quantise".into(), source: "kernels/attention/quantise.cu", defines: vec![] });
+    out.push(Unit { name: "append".into(), source: "kernels/attention/append.cu", defines: vec![] });
+    out.push(Unit { name: "unpack".into(), source: "kernels/attention/unpack.cu", defines: vec![] });
     let combine = "kernels/attention/forward_combine.cu";
     out.push(Unit { name: "combine".into(), source: combine, defines: vec![] });
     for (dtype, tag) in [("bf16", "Bf16"), ("fp16", "Fp16")] {

@@ -1,6 +1,7 @@
 //! Launch of decode: a few query rows per sequence over a paged KV cache. Two kernels, chosen by [`Decode::plan`].
 //!
 //! `kernels/attention/decode_cluster.cu` takes every case; `decode.cu` (here: the line) plain bf16 where that would read or merge too often.
+use super::append::AppendRows;
 use super::decode_cluster;
 use super::{Operand, decode_line};
 use crate::Error;
@@ -87,6 +88,38 @@ impl Pages {
     }
 }
 
+impl Pages {
+    /// Strides of these keys and of values `v` in bytes: pages, tokens, heads. Refuses others for values, and addresses and strides that no
+    /// 16-byte copy takes.
+    pub(super) fn same_strides(&self, v: &Pages, kv_type: KvType) -> Result<[i64; 3], Error> {
+        let of = |x: &Pages| [x.page_stride, x.token_stride, x.head_stride];
+        let of_scales = |x: &Pages| [x.scales.page_stride, x.scales.token_stride, x.scales.head_stride];
+        let quantised = kv_type != KvType::Bf16;
+        let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
+        if of(self) != of(v) || (quantised && of_scales(self) != of_scales(v)) {
+            let asked = format!("{:?} {:?}, k {:?} {:?}", of(v), of_scales(v), of(self), of_scales(self));
+            return bad("v", asked, "the strides of k");
+        }
+        let bytes = of(self).map(|n| n.saturating_mul(kv_type.bits()) / 8);
+        for (field, x) in [("k", self), ("v", v)] {
+            let aligned = x.address.is_multiple_of(16) && bytes.iter().all(|s| s.is_multiple_of(16));
+            if !aligned || bytes.iter().any(|s| *s >= 1 << 40) {
+                let asked = format!("address {:#x}, strides {bytes:?} bytes", x.address);
+                return bad(field, asked, "multiples of 16 bytes, strides under 2^40");
+            }
+            if !quantised {
+                x.without_scales(if field == "k" { "k.scales" } else { "v.scales" })?;
+            } else if x.scales.is_none() || !x.scales.address.is_multiple_of(4) {
+                let asked = format!("scales at {:#x}", x.scales.address);
+                return bad(field, asked, "f32 scales of quantised numbers");
+            } else if of_scales(x).iter().any(|s| *s >= 1 << 40) {
+                return bad(field, format!("scale strides {:?}", of_scales(x)), "under 2^40");
+            }
+        }
+        Ok(bytes.map(|s| s as i64))
+    }
+}
+
 /// What happens to scores beyond the scale, in this order: softcap, ALiBi, window, sink.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Scores {
@@ -122,6 +155,20 @@ pub struct Rotary {
     pub sin: Address,
 }
 
+impl Rotary {
+    pub(super) fn check(&self, head_dim: u32) -> Result<(), Error> {
+        let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
+        if self.dim < 16 || self.dim > head_dim || !self.dim.is_power_of_two() {
+            return bad("rotary.dim", self.dim.to_string(), "powers of two from 16 to head_dim");
+        }
+        if !self.cos.is_multiple_of(16) || !self.sin.is_multiple_of(16) || self.cos == 0 || self.sin == 0 {
+            let asked = format!("cos {:#x}, sin {:#x}", self.cos, self.sin);
+            return bad("rotary", asked, "multiples of 16 bytes");
+        }
+        Ok(())
+    }
+}
+
 /// A result over other keys that joins this one, as if all had been read at once.
 #[derive(Clone, Copy, Debug)]
 pub struct Prior {
@@ -134,7 +181,7 @@ pub struct Prior {
 /// What else one launch does; by default nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Fused {
-    /// bf16 caches only.
+    /// Put into the pages first: by the launch itself where they are bf16, by a kernel before it (`append`) where they are quantised.
     pub append: Option<Append>,
     /// Turns q, and the keys of `append`.
     pub rotary: Option<Rotary>,
@@ -296,17 +343,9 @@ impl Decode {
         let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
         let f = &self.fused;
         if let Some(r) = f.rotary {
-            if r.dim < 16 || r.dim > self.head_dim || !r.dim.is_power_of_two() {
-                return bad("rotary.dim", r.dim.to_string(), "powers of two from 16 to head_dim");
-            }
-            if !r.cos.is_multiple_of(16) || !r.sin.is_multiple_of(16) || r.cos == 0 || r.sin == 0 {
-                return bad("rotary", format!("cos {:#x}, sin {:#x}", r.cos, r.sin), "multiples of 16 bytes");
-            }
+            r.check(self.head_dim)?;
         }
         if let Some(a) = f.append {
-            if self.kv_type != KvType::Bf16 {
-                return bad("append", format!("to {} pages", self.kv_type.name()), "bf16 pages");
-            }
             if a.k == 0 || a.v == 0 || !a.k.is_multiple_of(16) || !a.v.is_multiple_of(16) {
                 return bad("append", format!("k {:#x}, v {:#x}", a.k, a.v), "multiples of 16 bytes");
             }
@@ -330,6 +369,31 @@ impl Decode {
         Ok(())
     }
 
+    /// The launch that puts new keys and values into quantised pages.
+    fn append_rows(&self, new: Append) -> AppendRows {
+        let dim = u64::from(self.head_dim);
+        let rows =
+            |address| Operand { address, token_stride: u64::from(self.num_kv_heads) * dim, head_stride: dim };
+        AppendRows {
+            k: rows(new.k),
+            v: rows(new.v),
+            k_pages: self.k,
+            v_pages: self.v,
+            kv_type: self.kv_type,
+            seqlens_k: self.seqlens_k,
+            cu_seqlens_q: None,
+            page_table: self.page_table,
+            pages_max: self.fused.table_row.max(self.pages_max),
+            num_pages: self.num_pages,
+            page_size: self.page_size,
+            tokens: self.batch * self.seqlen_q,
+            batch: self.batch,
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            rotary: self.fused.rotary,
+        }
+    }
+
     /// Puts the kernel of `plan` on the device's stream.
     ///
     /// # Safety
@@ -339,6 +403,15 @@ impl Decode {
         self.check()?;
         if self.batch == 0 {
             return Ok(());
+        }
+        if self.kv_type != KvType::Bf16
+            && let Some(new) = self.fused.append
+        {
+            // SAFETY: the caller vouches for the addresses.
+            unsafe { self.append_rows(new).launch(gpu)? };
+            let there = Decode { fused: Fused { append: None, ..self.fused }, ..*self };
+            // SAFETY: as above.
+            return unsafe { there.launch(gpu, plan) };
         }
         match plan {
             // SAFETY: the caller vouches for the addresses.

@@ -1,5 +1,5 @@
 //! Launch of `kernels/attention/decode_cluster.cu`: clusters of blocks a kv head, splits at absolute positions.
-use super::decode::{Decode, Fused, KvType, Pages, Plan};
+use super::decode::{Decode, Fused, KvType, Plan};
 use crate::Error;
 use crate::driver::{Address, Gpu};
 use std::ffi::c_void;
@@ -107,37 +107,6 @@ pub(super) fn partial_bytes(d: &Decode, parts: u32, line: bool) -> u64 {
     u64::from(d.num_kv_heads * d.rows().div_ceil(unit_rows(d))) * u64::from(records) * record
 }
 
-/// Strides of the data in bytes: pages, tokens, heads. K and V share them, and those of the scales.
-fn strides(d: &Decode) -> Result<[i64; 3], Error> {
-    let of = |x: &Pages| [x.page_stride, x.token_stride, x.head_stride];
-    let of_scales = |x: &Pages| [x.scales.page_stride, x.scales.token_stride, x.scales.head_stride];
-    let quantised = d.kv_type != KvType::Bf16;
-    let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
-    if of(&d.k) != of(&d.v) || (quantised && of_scales(&d.k) != of_scales(&d.v)) {
-        let asked = format!("{:?} {:?}, k {:?} {:?}", of(&d.v), of_scales(&d.v), of(&d.k), of_scales(&d.k));
-        return bad("v", asked, "the strides of k");
-    }
-    let bytes = of(&d.k).map(|n| n * d.kv_type.bits() / 8);
-    for (field, x) in [("k", &d.k), ("v", &d.v)] {
-        let aligned = x.address.is_multiple_of(16) && bytes.iter().all(|s| s.is_multiple_of(16));
-        if !aligned || bytes.iter().any(|s| *s >= 1 << 40) {
-            let asked = format!("address {:#x}, strides {bytes:?} bytes", x.address);
-            return bad(field, asked, "multiples of 16 bytes, strides under 2^40");
-        }
-        if !quantised {
-            x.without_scales(if field == "k" { "k.scales" } else { "v.scales" })?;
-        }
-        if quantised && (x.scales.address == 0 || !x.scales.address.is_multiple_of(4)) {
-            return bad(
-                field,
-                format!("scales at {:#x}", x.scales.address),
-                "f32 scales of quantised numbers",
-            );
-        }
-    }
-    Ok(bytes.map(|s| s as i64))
-}
-
 /// What only this kernel refuses. Strides of q in bytes: tokens, heads.
 fn check(d: &Decode, ranks: u32, parts: u32, line: bool) -> Result<[u64; 2], Error> {
     let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
@@ -158,7 +127,7 @@ fn check(d: &Decode, ranks: u32, parts: u32, line: bool) -> Result<[u64; 2], Err
 /// As `Decode::launch`.
 pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32, line: bool) -> Result<(), Error> {
     let q_strides = check(d, ranks, parts, line)?;
-    let [page_stride, token_stride, head_stride] = strides(d)?;
+    let [page_stride, token_stride, head_stride] = d.k.same_strides(&d.v, d.kv_type)?;
     let group = d.num_q_heads / d.num_kv_heads;
     let Fused { append, rotary, prior, wide, .. } = d.fused;
     let mut params = Params {
@@ -227,7 +196,7 @@ pub(super) unsafe fn launch(d: &Decode, gpu: &Gpu, ranks: u32, parts: u32, line:
 mod tests {
     use super::*;
     use crate::attention::Operand;
-    use crate::attention::decode::Scales;
+    use crate::attention::decode::{Pages, Scales};
 
     fn asked(heads: (u32, u32), head_dim: u32, batch: u32, keys: u32) -> Decode {
         let scales = Scales::default();

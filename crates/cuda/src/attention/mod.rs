@@ -1,4 +1,5 @@
 //! Attention kernels, one file per kernel source in `kernels/attention`.
+pub mod append;
 pub mod decode;
 pub mod decode_cascade;
 mod decode_cluster;
@@ -9,6 +10,7 @@ mod forward_combine;
 pub mod forward_fp8;
 mod forward_params;
 pub mod quantise;
+pub mod unpack;
 
 use crate::driver::Address;
 

@@ -1,7 +1,7 @@
 //! What a scheduled call should compute and move: the ledger's closed forms, with the tiles of the chosen kernel.
 
 use suanpan_attn::KvLayout;
-use suanpan_base::{ScaleGrain, SeqLen};
+use suanpan_base::{DType, ScaleGrain, SeqLen};
 use suanpan_ledger::{AttnBooks, Entry, kernel};
 
 use super::{Kernel, Plan};
@@ -26,9 +26,17 @@ fn loads_a_group(plan: &Plan) -> u64 {
     }
 }
 
+/// What tiles load: quantised pages may have become bf16 rows before.
+fn loaded(plan: &Plan) -> DType {
+    match plan.choice.as_ref().map(|c| c.kernel) {
+        Some(Kernel::Forward { unpacks: Some(_), .. }) => DType::Bf16,
+        _ => plan.problem.kv_dtype,
+    }
+}
+
 pub(super) fn predicted(plan: &Plan, len: SeqLen) -> AttnBooks {
     let p = &plan.problem;
-    let books = kernel::attention_books(p.heads, p.mask, len, p.kv_dtype, tile_q(plan, len));
+    let books = kernel::attention_books(p.heads, p.mask, len, loaded(plan), tile_q(plan, len));
     AttnBooks { kv_read_bytes: books.kv_read_bytes * loads_a_group(plan), ..books }
 }
 
@@ -54,7 +62,7 @@ fn reread(plan: &Plan, len: SeqLen) -> f64 {
         let seen = len.seqlen_k.saturating_sub(len.seqlen_q) + short * tile;
         return if short > 0 { (seen as f64 / len.seqlen_k as f64).min(1.0) } else { 0.0 };
     }
-    let row = p.kv_dtype.bytes_of(p.heads.head_dim_qk + p.heads.head_dim_v);
+    let row = loaded(plan).bytes_of(p.heads.head_dim_qk + p.heads.head_dim_v);
     let megabytes = (len.seqlen_k * row) as f64 / f64::from(1 << 20);
     let lost = ((megabytes - 4.0) / 20.0).clamp(0.0, 1.0);
     lost * (tiles * loads) as f64 / sms as f64
@@ -67,7 +75,12 @@ pub(super) fn device(plan: &Plan) -> Entry {
     for &len in &plan.seqs {
         let hull = p.mask.visible_hull(len, 0..len.seqlen_q);
         let mut entry = kernel::once(p.heads, hull.len(), len, (p.q_dtype, p.kv_dtype));
-        let kv = kernel::kv_write_bytes(p.heads, hull.len(), p.kv_dtype);
+        let kv = kernel::kv_write_bytes(p.heads, hull.len(), loaded(plan));
+        if loaded(plan) != p.kv_dtype {
+            // The rows are written once and read as any others.
+            entry.device_write_bytes += kv;
+            entry.device_read_bytes += kv;
+        }
         entry.device_read_bytes += (reread(plan, len) * kv as f64) as u64;
         if let KvLayout::Paged { page_size } = p.kv {
             entry.device_read_bytes += 4 * hull.len().div_ceil(page_size) as u64;

@@ -46,9 +46,13 @@ pub(super) fn check_any(p: &Problem) -> Fits<()> {
     if p.scores.dropout == Some(1.0) {
         return refuse("dropout", 1.0, "below 1 on this device");
     }
-    let anyone = [forward_shape(p).err(), fp8_shape(p).err(), decode_type(p).err()];
+    let anyone = [forward_shape(p).err(), fp8_shape(p).err(), decode_type(p).err(), unpacked(p).err()];
     match anyone {
-        [Some(forward), Some(fp8), Some(_)] => Err(if p.kv_dtype == DType::E4m3 { fp8 } else { forward }),
+        [Some(forward), Some(fp8), Some(_), Some(unpacked)] => Err(match p.kv_dtype {
+            DType::E4m3 => fp8,
+            DType::I8 | DType::I4 => unpacked,
+            _ => forward,
+        }),
         _ => Ok(()),
     }
 }
@@ -111,6 +115,31 @@ pub(super) fn fp8_shape(p: &Problem) -> Fits<Fp8Shape> {
         Some(s) => Ok(*s),
         None => refuse("head_dim_qk, head_dim_v", format!("{d}, {v}"), "128 and 256 for both"),
     }
+}
+
+/// The problem of the 16-bit forward once quantised pages have become bf16 rows, and their type.
+pub(super) fn unpacked(p: &Problem) -> Fits<(Problem, KvType)> {
+    let kv_type = match p.kv_dtype {
+        DType::E4m3 => KvType::E4m3,
+        DType::I8 => KvType::Int8,
+        DType::I4 => KvType::Int4,
+        other => return refuse("kv_dtype", other, "fp8_e4m3, int8, int4 to be unpacked"),
+    };
+    if p.q_dtype != DType::Bf16 {
+        return refuse("q_dtype", p.q_dtype, "bf16 beside quantised keys");
+    }
+    if p.kv_scales == ScaleGrain::None {
+        return refuse("kv_scales", p.kv_scales, "one a tensor, head, token or page of quantised numbers");
+    }
+    if p.kv == KvLayout::Contiguous {
+        return refuse("kv", p.kv, "pages of quantised numbers");
+    }
+    let (d, v) = (p.heads.head_dim_qk, p.heads.head_dim_v);
+    if ![64, 128, 256].contains(&d) || d != v {
+        return refuse("head_dim_qk, head_dim_v", format!("{d}, {v}"), "64, 128, 256 for both");
+    }
+    let (kv_dtype, kv_scales, kv) = (DType::Bf16, ScaleGrain::None, KvLayout::Contiguous);
+    Ok((Problem { kv_dtype, kv_scales, kv, ..*p }, kv_type))
 }
 
 /// The stored type as decode names it; refuses what decode takes at no length.
@@ -200,7 +229,20 @@ fn forward_kernel(p: &Problem, seqs: &[SeqLen], device: Device, shape: ForwardSh
     let pack_gqa = pack(shape);
     let plain = plain(p) && p.kv == KvLayout::Contiguous && !pack_gqa;
     let function = forward::function(p.mask, takes_more, plain);
-    Kernel::Forward { shape, function, pack_gqa, splits: best.1.unwrap_or(1) }
+    Kernel::Forward { shape, function, pack_gqa, splits: best.1.unwrap_or(1), unpacks: None }
+}
+
+/// The same over pages that are unpacked first. Groups of sequences that come one after another do not share the memory of parts: `whole`
+/// says that there is one group.
+fn unpacking_kernel(p: &Problem, seqs: &[SeqLen], (device, whole): (Device, bool)) -> Fits<Kernel> {
+    let (sixteen, kv_type) = unpacked(p)?;
+    let parts = Problem { batch_invariant: p.batch_invariant || !whole, ..sixteen };
+    match forward_kernel(&parts, seqs, device, forward_shape(&sixteen)?) {
+        Kernel::Forward { shape, function, pack_gqa, splits, .. } => {
+            Ok(Kernel::Forward { shape, function, pack_gqa, splits, unpacks: Some(kv_type) })
+        }
+        other => Ok(other),
+    }
 }
 
 fn has_more(p: &Problem) -> bool {
@@ -212,7 +254,8 @@ const TILES_A_PROCESSOR: u32 = 4;
 
 /// Most bytes of parts of any schedule.
 pub(super) fn forward_partial_bytes(p: &Problem, device: Device, max_total_q: usize) -> u64 {
-    let Ok(shape) = forward_shape(p) else { return 0 };
+    let sixteen = unpacked(p).map_or(*p, |x| x.0);
+    let Ok(shape) = forward_shape(&sixteen) else { return 0 };
     if p.batch_invariant {
         return 0;
     }
@@ -225,54 +268,63 @@ pub(super) fn forward_partial_bytes(p: &Problem, device: Device, max_total_q: us
 pub(super) fn choose(
     p: &Problem,
     seqs: &[SeqLen],
-    device: Device,
+    (device, whole): (Device, bool),
     pages_max: usize,
     slower: Slower,
 ) -> Fits<Choice> {
     if let Some((i, s)) = seqs.iter().enumerate().find(|(_, s)| s.prefix_len > 0) {
         return refuse(&format!("seqs[{i}].prefix_len"), s.prefix_len, "0 on this device");
     }
-    let mut refused = None;
+    let mut refused = None; // a faster kernel, and over what
     if let Some(tokens) = decode_tokens(p, seqs).filter(|_| !p.batch_invariant) {
         match decode(p, seqs, tokens, device, pages_max) {
             Ok(kernel) => {
                 let why = "at most 64 rows a kv head: reading K and V once bounds it";
                 return Ok(Choice { kernel, why, gave_up: None });
             }
-            Err(e) => refused = Some(e),
+            Err(e) => refused = Some(("decode", e)),
         }
     }
-    let (kernel, why) = match fp8_shape(p) {
-        Ok(shape) => {
-            let pages = p.kv != KvLayout::Contiguous;
-            let function = forward_fp8::function(p.mask, pages).unwrap_or("forward_fp8_causal");
-            (Kernel::ForwardFp8 { shape, function }, "e4m3 keys: products at twice the 16-bit rate")
-        }
-        Err(fp8) => match forward_shape(p) {
-            Ok(shape) => {
-                let why = if p.batch_invariant && decode_tokens(p, seqs).is_some() {
-                    "batch-invariant: a row has its prefill's bits only in prefill's kernel"
-                } else {
-                    "many rows: arithmetic bounds it"
-                };
-                (forward_kernel(p, seqs, device, shape), why)
-            }
-            Err(forward) => {
-                let last = if p.kv_dtype == DType::E4m3 { fp8 } else { forward };
-                return Err(refused.unwrap_or(last));
-            }
-        },
+    if p.kv_dtype == DType::E4m3
+        && refused.is_none()
+        && let Err(e) = fp8_shape(p)
+    {
+        refused = Some(("the e4m3 forward", e));
+    }
+    let (kernel, why) = match many_rows(p, seqs, (device, whole)) {
+        Ok(found) => found,
+        Err(last) => return Err(refused.map_or(last, |r| r.1)),
     };
     match (refused, slower) {
         (None, _) => Ok(Choice { kernel, why, gave_up: None }),
-        (Some(e), Slower::Allow) => {
+        (Some((name, e)), Slower::Allow) => {
             let gave_up =
-                format!("decode, which refused {} = {} (it takes {})", e.field, e.asked, e.supported);
+                format!("{name}, which refused {} = {} (it takes {})", e.field, e.asked, e.supported);
             Ok(Choice { kernel, why, gave_up: Some(gave_up) })
         }
-        (Some(e), Slower::Refuse) => {
+        (Some((_, e)), Slower::Refuse) => {
             let supported = format!("{}; Slower::Allow sends it to {kernel}", e.supported);
             Err(BadArgument { supported, ..e })
         }
     }
+}
+
+/// The kernel where arithmetic bounds it, and why.
+fn many_rows(p: &Problem, seqs: &[SeqLen], (device, whole): (Device, bool)) -> Fits<(Kernel, &'static str)> {
+    if let Ok(shape) = fp8_shape(p) {
+        let pages = p.kv != KvLayout::Contiguous;
+        let function = forward_fp8::function(p.mask, pages).unwrap_or("forward_fp8_causal");
+        return Ok((Kernel::ForwardFp8 { shape, function }, "e4m3 keys: products at twice the 16-bit rate"));
+    }
+    if matches!(p.kv_dtype, DType::E4m3 | DType::I8 | DType::I4) {
+        let kernel = unpacking_kernel(p, seqs, (device, whole))?;
+        return Ok((kernel, "many rows of quantised keys: arithmetic bounds it, each key is unpacked once"));
+    }
+    let shape = forward_shape(p)?;
+    let why = if p.batch_invariant && decode_tokens(p, seqs).is_some() {
+        "batch-invariant: a row has its prefill's bits only in prefill's kernel"
+    } else {
+        "many rows: arithmetic bounds it"
+    };
+    Ok((forward_kernel(p, seqs, device, shape), why))
 }

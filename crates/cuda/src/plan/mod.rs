@@ -12,6 +12,7 @@ mod choose;
 mod run;
 #[cfg(test)]
 mod tests;
+mod unpack;
 
 use std::fmt;
 
@@ -60,6 +61,8 @@ pub enum Kernel {
         pack_gqa: bool,
         /// Parts of a tile's keys, each a block's; 1: none.
         splits: u32,
+        /// Quantised keys and values become bf16 rows first, by `kernels/attention/unpack.cu`.
+        unpacks: Option<decode::KvType>,
     },
     /// `kernels/attention/forward_fp8.cu` on q made e4m3 by `kernels/attention/quantise.cu`.
     ForwardFp8 {
@@ -142,7 +145,9 @@ impl Plan {
         }
         most("total seqlen_q", totals[0], self.limits.max_total_q)?;
         most("total seqlen_k", totals[1], choose::TOKENS_MAX)?;
-        let choice = choose::choose(&self.problem, seqs, self.device, self.pages_max(), self.slower)?;
+        let whole = unpack::groups(self.limits, seqs).len() == 1;
+        let choice =
+            choose::choose(&self.problem, seqs, (self.device, whole), self.pages_max(), self.slower)?;
         self.seqs.clear();
         self.seqs.extend_from_slice(seqs);
         self.choice = Some(choice);
@@ -197,8 +202,11 @@ impl Plan {
 impl fmt::Display for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Kernel::Forward { shape: s, function, pack_gqa, splits } => {
+            Kernel::Forward { shape: s, function, pack_gqa, splits, unpacks } => {
                 let rows = 64 * s.warpgroups;
+                if let Some(kv_type) = unpacks {
+                    write!(f, "unpack ({} to bf16), ", kv_type.name())?;
+                }
                 let packed = if *pack_gqa { " of (token, head of a group)" } else { "" };
                 write!(f, "{function} (forward.cu), tile {rows}{packed} x {}, {} stages", s.keys, s.stages)?;
                 if *splits > 1 { write!(f, ", keys in {splits} parts, forward_combine") } else { Ok(()) }

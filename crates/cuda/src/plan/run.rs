@@ -9,6 +9,7 @@ use crate::attention::decode::{self, Decode, KvType, Pages};
 use crate::attention::forward::{self, Forward, KeysValues, Paged, Splits, Tree};
 use crate::attention::forward_fp8::ForwardFp8;
 use crate::attention::quantise::Quantise;
+use crate::attention::unpack::Unpack;
 use crate::driver::{Address, Gpu, Memory};
 use crate::{Dtype, Error};
 
@@ -109,6 +110,7 @@ pub(super) struct Layout {
     scales: u64,
     codes: u64,
     parts: u64,
+    rows: u64,
     partial: u64,
     pub(super) bytes: u64,
 }
@@ -119,6 +121,7 @@ impl Layout {
         let seqs = l.max_seqs as u64;
         let fp8 = super::choose::fp8_shape(p).is_ok();
         let codes = if fp8 { l.max_total_q * p.heads.num_q_heads * p.heads.head_dim_qk } else { 0 };
+        let rows = if super::choose::unpacked(p).is_ok() { super::unpack::bytes(p, l) } else { 0 };
         let mut at = 256; // the counter of tiles comes first
         let mut take = |bytes: u64| {
             let start = at;
@@ -127,12 +130,13 @@ impl Layout {
         };
         let mut layout = Layout {
             cu_q: take(4 * (seqs + 1)),
-            cu_k: take(4 * (seqs + 1)),
+            cu_k: take(4 * (2 * seqs + 1)), // of groups that each begin at 0
             lens_k: take(4 * seqs),
             table: take(4 * seqs * plan.pages_max() as u64),
             scales: take(4 * seqs * p.heads.num_kv_heads as u64),
             codes: take(codes as u64),
             parts: take(super::choose::forward_partial_bytes(p, plan.device, l.max_total_q)),
+            rows: take(rows as u64),
             partial: 0,
             bytes: 0,
         };
@@ -224,15 +228,17 @@ impl Workspace {
 }
 
 /// A call whose lengths and page ids lie on the device: what a graph captures.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Bound {
     launch: Launch,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum Launch {
     Nothing,
     Forward(Forward),
+    /// One group of sequences after another.
+    Unpacked(Vec<(Unpack, Forward)>),
     Fp8(Quantise, ForwardFp8),
     Decode(Decode, decode::Plan),
 }
@@ -256,6 +262,7 @@ impl Bound {
         let call = Call { plan, args, base: ws.memory.address, layout };
         call.copy_lengths(gpu)?;
         let launch = match choice.kernel {
+            Kernel::Forward { unpacks: Some(kv_type), .. } => call.unpacked(gpu, kv_type)?,
             Kernel::Forward { .. } => Launch::Forward(call.forward(call.q())),
             Kernel::ForwardFp8 { .. } => call.fp8(),
             Kernel::Decode(layout) => Launch::Decode(call.decode(), layout),
@@ -274,6 +281,10 @@ impl Bound {
             match &self.launch {
                 Launch::Nothing => Ok(()),
                 Launch::Forward(f) => f.launch(gpu),
+                Launch::Unpacked(groups) => groups.iter().try_for_each(|(unpack, f)| {
+                    unpack.launch(gpu)?;
+                    f.launch(gpu)
+                }),
                 Launch::Fp8(q, f) => {
                     q.launch(gpu)?;
                     f.launch(gpu)
@@ -435,6 +446,73 @@ impl Call<'_> {
             pack_gqa,
             splits,
         }
+    }
+
+    /// Each group's pages become rows in the workspace, which its forward reads: lengths and first keys of all groups are copied over.
+    fn unpacked(&self, gpu: &Gpu, kv_type: KvType) -> Result<Launch, Error> {
+        let (a, p, seqs) = (self.args, &self.plan.problem, &self.plan.seqs);
+        let (heads, dim) = (p.heads.num_kv_heads, p.heads.head_dim_qk);
+        let page_size = if let KvLayout::Paged { page_size } = p.kv { page_size as u32 } else { 0 };
+        let rows = [0, super::unpack::tokens_max(self.plan.limits)]
+            .map(|token| self.base + self.layout.rows + (2 * token * heads * dim) as u64);
+        let of_rows =
+            |address| Operand { address, token_stride: (heads * dim) as u64, head_stride: dim as u64 };
+        let whole = self.forward(self.q());
+        let (mut launches, mut sums) = (Vec::new(), Vec::new());
+        for group in super::unpack::groups(self.plan.limits, seqs) {
+            let (first, cu_k) = (group.start as u64, self.base + self.layout.cu_k + 4 * sums.len() as u64);
+            let mine = &seqs[group.clone()];
+            sums.push(0i32);
+            let tokens = mine.iter().fold(0, |sum, s| {
+                sums.push(sum + s.seqlen_k as i32);
+                sum + s.seqlen_k as i32
+            }) as u32;
+            let most = |of: fn(&suanpan_base::SeqLen) -> usize| mine.iter().map(of).max().unwrap_or(0) as u32;
+            let table = self.base + self.layout.table + 4 * first * self.plan.pages_max() as u64;
+            let unpack = Unpack {
+                k_pages: self.pages(a.k, a.k_strides, a.kv_scales.k),
+                v_pages: self.pages(a.v, a.v_strides, a.kv_scales.v),
+                kv_type,
+                k: rows[0],
+                v: rows[1],
+                cu_seqlens_k: cu_k,
+                starts: self.base + self.layout.lens_k + 4 * first,
+                page_table: table,
+                pages_max: self.plan.pages_max() as u32,
+                num_pages: self.num_pages(),
+                page_size,
+                tokens,
+                batch: mine.len() as u32,
+                num_kv_heads: heads as u32,
+                head_dim: dim as u32,
+            };
+            let mut scores = whole.scores;
+            if let Some(bias) = &mut scores.bias {
+                bias.address += 4 * first * bias.strides.seq as u64;
+            }
+            if let Some(dropout) = &mut scores.dropout {
+                dropout.key.first_seq = dropout.key.first_seq.wrapping_add(first as u32);
+            }
+            let forward = Forward {
+                kv: KeysValues::Packed { k: of_rows(rows[0]), v: of_rows(rows[1]) },
+                cu_seqlens_q: whole.cu_seqlens_q.map(|at| at + 4 * first),
+                cu_seqlens_k: Some(cu_k),
+                total_k: tokens,
+                batch: mine.len() as u32,
+                seqlen_q_max: most(|s| s.seqlen_q),
+                seqlen_k_max: most(|s| s.seqlen_k),
+                scores,
+                ..whole
+            };
+            launches.push((unpack, forward));
+        }
+        let starts: Vec<i32> = seqs.iter().map(|s| super::unpack::start(p, *s) as i32).collect();
+        // SAFETY: the layout's ranges lie in the workspace, which this plan's calls alone use.
+        unsafe {
+            gpu.copy(self.base + self.layout.cu_k, &sums)?;
+            gpu.copy(self.base + self.layout.lens_k, &starts)?;
+        }
+        Ok(Launch::Unpacked(launches))
     }
 
     fn fp8(&self) -> Launch {

@@ -93,11 +93,14 @@ fn a_slower_kernel_runs_only_where_it_is_allowed_and_is_named() {
     // Nothing is faster than the forward where its bits are asked for.
     let invariant = Problem { batch_invariant: true, ..paged(HeadShape::new(32, 8, 128)) };
     assert!(plan(&invariant, &one, Slower::Refuse).unwrap().to_string().contains("batch-invariant"));
-    // No other kernel takes codes: a refusal, whatever is allowed.
-    let codes =
-        Problem { kv_dtype: DType::I8, kv_scales: ScaleGrain::Token, ..paged(HeadShape::new(32, 8, 128)) };
-    assert!(plan(&codes, &one, Slower::Refuse).is_ok());
-    assert_eq!(plan(&codes, &[SeqLen::new(512, 512)], Slower::Allow).unwrap_err().field, "kv_dtype");
+    // No kernel takes codes that lie in no pages, whatever is allowed.
+    let codes = Problem {
+        kv_dtype: DType::I8,
+        kv_scales: ScaleGrain::Token,
+        kv: KvLayout::Contiguous,
+        ..paged(HeadShape::new(32, 8, 128))
+    };
+    assert_eq!(plan(&codes, &one, Slower::Allow).unwrap_err().field, "kv");
 }
 
 #[test]
@@ -130,4 +133,24 @@ fn reads_of_k_and_v_grow_past_the_l2_and_by_the_deferred_quarter() {
     near(reads(Mask::CAUSAL, (32_768, 32_768)), 42.0 * 192.0 / 32_768.0);
     // Behind a long history no tile is short: none is deferred.
     near(reads(Mask::CAUSAL, (2048, 32_768)), 0.0);
+}
+
+#[test]
+fn many_rows_of_quantised_pages_are_unpacked_and_few_are_not() {
+    let p =
+        Problem { kv_dtype: DType::I8, kv_scales: ScaleGrain::Token, ..paged(HeadShape::new(32, 8, 128)) };
+    let prefill = plan(&p, &[SeqLen::new(2048, 2048), SeqLen::extend(100, 1)], Slower::Refuse).unwrap();
+    let text = prefill.to_string();
+    assert!(text.contains("unpack (int8 to bf16), forward_causal (forward.cu)"), "{text}");
+    let decode = plan(&p, &[SeqLen::extend(2048, 1); 3], Slower::Refuse).unwrap().to_string();
+    assert!(decode.contains("decode_cluster") && !decode.contains("unpack"), "{decode}");
+    // The e4m3 forward would be faster, and takes no scale a token.
+    let e4m3 = Problem { kv_dtype: DType::E4m3, ..p };
+    let refused = plan(&e4m3, &[SeqLen::new(512, 512)], Slower::Refuse).unwrap_err();
+    assert!(refused.field == "kv_scales" && refused.supported.contains("unpack (e4m3 to bf16)"), "{refused}");
+    let allowed = plan(&e4m3, &[SeqLen::new(512, 512)], Slower::Allow).unwrap().to_string();
+    assert!(allowed.contains("slower than the e4m3 forward, which refused kv_scales"), "{allowed}");
+    // One sequence of the longest kind, not 64 of them.
+    let row = 2 * 2 * 8 * 128;
+    assert!(prefill.workspace_bytes() < (row * (1 << 17)) + (300 << 20), "{}", prefill.workspace_bytes());
 }

@@ -256,12 +256,23 @@ fn check(
     lens: &[SeqLen],
     most: f64,
 ) -> Result<(), Error> {
+    check_allowing(gpu, report, name, p, lens, (most, Slower::Refuse))
+}
+
+fn check_allowing(
+    gpu: &Gpu,
+    report: &mut Report,
+    name: &str,
+    p: &Problem,
+    lens: &[SeqLen],
+    (most, slower): (f64, Slower),
+) -> Result<(), Error> {
     let limits = Limits {
         max_seqs: lens.len() + 1,
         max_total_q: lens.iter().map(|l| l.seqlen_q).sum::<usize>() + 5,
         max_seqlen_k: 4096,
     };
-    let mut plan = Plan::new(p, Device { num_sms: gpu.num_sms }, limits, Slower::Refuse)?;
+    let mut plan = Plan::new(p, Device { num_sms: gpu.num_sms }, limits, slower)?;
     plan.schedule(lens)?;
     let call = Call::new(p, lens);
     let device = OnDevice::new(gpu, p, lens, &call)?;
@@ -331,6 +342,7 @@ pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
         let p = Problem { kv_dtype, kv_scales, ..pages };
         check(gpu, report, &format!("decode {kv_dtype}, scales {kv_scales}"), &p, &ones, BF16)?;
     }
+    quantised_prefill(gpu, report, pages)?;
     let e4m3 = Problem { kv_dtype: DType::E4m3, kv_scales: ScaleGrain::Head, ..bf16 };
     check(
         gpu,
@@ -344,6 +356,39 @@ pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
     let lens = [SeqLen::new(300, 300), SeqLen::new(70, 900)];
     check(gpu, report, "e4m3 keys of a prefill in pages of 32", &paged, &lens, 5e-2)?;
     outliers(gpu, report)
+}
+
+/// Many rows over quantised pages, which become bf16 rows first.
+fn quantised_prefill(gpu: &Gpu, report: &mut Report, pages: Problem) -> Result<(), Error> {
+    let ragged = [SeqLen::new(113, 203), SeqLen::new(239, 1), SeqLen::new(64, 700), SeqLen::new(1, 300)];
+    // More keys than are unpacked at a time: three groups.
+    let many: Vec<SeqLen> = (0..33).map(|i| SeqLen::new(1 + i % 5, 3500 + 17 * i)).collect();
+    let few = [SeqLen::new(70, 4000), SeqLen::new(33, 2500)];
+    let all = Scores { softcap: Some(20.0), bias: true, alibi: true, sink: true, dropout: Some(0.2) };
+    for (kv_dtype, kv_scales) in [
+        (DType::I8, ScaleGrain::Token),
+        (DType::I4, ScaleGrain::Token),
+        (DType::I8, ScaleGrain::Head),
+        (DType::E4m3, ScaleGrain::Token),
+    ] {
+        let p = Problem { kv_dtype, kv_scales, ..pages };
+        let slower = if kv_dtype == DType::E4m3 { Slower::Allow } else { Slower::Refuse };
+        let mut one = |name: &str, p: &Problem, lens: &[SeqLen], slower| {
+            let name = format!("prefill over {kv_dtype}, scales {kv_scales}, {name}");
+            check_allowing(gpu, report, &name, p, lens, (BF16, slower))
+        };
+        one("causal", &p, &ragged, slower)?;
+        one("a chunk behind a history", &p, &few, slower)?;
+        one("window", &Problem { mask: Mask::window(150), ..p }, &ragged, Slower::Allow)?;
+        one("everything", &Problem { scores: all, ..p }, &ragged, Slower::Allow)?;
+        one("33 sequences in groups", &p, &many, slower)?;
+        one("33 sequences in groups, everything", &Problem { scores: all, ..p }, &many, Slower::Allow)?;
+        one("batch-invariant", &Problem { batch_invariant: true, ..p }, &ragged, slower)?;
+        for d in [64, 256] {
+            one("another width", &Problem { heads: HeadShape::new(4, 2, d), ..p }, &ragged, Slower::Allow)?;
+        }
+    }
+    Ok(())
 }
 
 /// Rows as e4m3 by the device, back as numbers in the basis of the device.

@@ -13,7 +13,7 @@ use suanpan_cuda::testing::{Buffer, from_bits, graph_of, to_bits};
 const NAN: u16 = 0x7fff;
 
 /// Cosines and sines of `[positions, dim / 2]`.
-fn angles(positions: usize, dim: usize) -> (Vec<f32>, Vec<f32>) {
+pub fn angles(positions: usize, dim: usize) -> (Vec<f32>, Vec<f32>) {
     let angle = |i: usize| {
         let (position, pair) = (i / (dim / 2), i % (dim / 2));
         position as f64 * 10_000f64.powf(-2.0 * pair as f64 / dim as f64)
@@ -23,7 +23,7 @@ fn angles(positions: usize, dim: usize) -> (Vec<f32>, Vec<f32>) {
 }
 
 /// Turns the first `dim` elements of a head at `position`, rounded to bf16, in the kernel's arithmetic.
-fn turn(x: &mut [f32], dim: usize, interleaved: bool, position: usize, cos: &[f32], sin: &[f32]) {
+pub fn turn(x: &mut [f32], dim: usize, interleaved: bool, position: usize, cos: &[f32], sin: &[f32]) {
     for pair in 0..dim / 2 {
         let (a, b) = if interleaved { (2 * pair, 2 * pair + 1) } else { (pair, pair + dim / 2) };
         let (c, s) = (cos[position * dim / 2 + pair], sin[position * dim / 2 + pair]);

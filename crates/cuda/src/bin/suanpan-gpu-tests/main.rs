@@ -1,5 +1,6 @@
 //! Checks every kernel on the device against the f64 oracle, in one command; exits 1 when anything fails.
 mod api;
+mod append;
 mod decode;
 mod decode_cache;
 mod decode_fused;
@@ -7,6 +8,7 @@ mod decode_mla;
 mod features;
 mod forward;
 mod fp8;
+mod lengths;
 
 use suanpan_cuda::Error;
 use suanpan_cuda::driver::Gpu;
@@ -44,9 +46,9 @@ impl Report {
     }
 }
 
-const ALL: &str = "api,forward,features,fp8,decode,fused,latent";
+const ALL: &str = "api,lengths,forward,features,fp8,decode,fused,append,latent";
 const USAGE: &str = "usage: suanpan-gpu-tests [--what PART,..] [--small] [--cubin-dir DIR]
-  --what       parts to run, of api,forward,features,fp8,decode,fused,latent (default: all)
+  --what       parts to run, of api,lengths,forward,features,fp8,decode,fused,append,latent (default: all)
   --small      a few short cases of each kind, for compute-sanitizer
   --cubin-dir  kernels of the same names from there instead of the embedded ones";
 
@@ -75,6 +77,9 @@ fn main() -> Result<(), Error> {
     if what.contains("api") {
         api::test(&gpu, &mut report)?;
     }
+    if what.contains("lengths") {
+        lengths::test(&gpu, &mut report)?;
+    }
     if what.contains("forward") {
         forward::test(&gpu, &mut report)?;
     }
@@ -89,6 +94,9 @@ fn main() -> Result<(), Error> {
     }
     if what.contains("fused") {
         decode_fused::test(&gpu, &mut report)?;
+    }
+    if what.contains("append") {
+        append::test(&gpu, &mut report)?;
     }
     if what.contains("latent") {
         decode_mla::test(&gpu, &mut report)?;
