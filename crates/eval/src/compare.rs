@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::EvalError;
 use crate::item::{Cell, View};
+use crate::report;
 use crate::run::log::{self, Header, Outcome};
 use crate::stats::paired::{self, Paired};
 
@@ -49,11 +50,6 @@ fn check(a: &Header, b: &Header, named: &[String]) -> Result<Vec<String>, EvalEr
             "two runs of one pack",
         ));
     }
-    for (run, name) in [(a, "A"), (b, "B")] {
-        if let Some(why) = run.proof.as_ref().and_then(|p| p.invalid.as_ref()) {
-            return Err(EvalError::bad(format!("run {name}"), format!("invalid: {why}"), "two valid runs"));
-        }
-    }
     let differing = a.conditions.differing(&b.conditions);
     let unnamed: Vec<&str> = differing.iter().filter(|d| !named.contains(*d)).map(String::as_str).collect();
     if !unnamed.is_empty() {
@@ -72,11 +68,16 @@ fn check(a: &Header, b: &Header, named: &[String]) -> Result<Vec<String>, EvalEr
 
 /// Compares the runs in two folders. `named` are the conditions that may differ.
 ///
-/// Errors: another pack, an invalid run, conditions that differ without being named or are named without differing, one item with two
+/// Errors: another pack, a run whose report says that it is invalid (a failed read-proof, items without an answer), conditions that differ without being named or are named without differing, one item with two
 /// prompts.
-pub fn compare(a: &Path, b: &Path, named: &[String]) -> Result<Comparison, EvalError> {
-    let ((header_a, a), (header_b, b)) = (read(a)?, read(b)?);
+pub fn compare(folder_a: &Path, folder_b: &Path, named: &[String]) -> Result<Comparison, EvalError> {
+    let ((header_a, a), (header_b, b)) = (read(folder_a)?, read(folder_b)?);
     let differing = check(&header_a, &header_b, named)?;
+    for (folder, name) in [(folder_a, "A"), (folder_b, "B")] {
+        if let Some(why) = report::summary::build(folder)?.invalid.first() {
+            return Err(EvalError::bad(format!("run {name}"), format!("invalid: {why}"), "two valid runs"));
+        }
+    }
     let mut pairs: Vec<(&Cell, f64, f64)> = Vec::new();
     for (cell, (hash_a, score_a)) in &a {
         let Some((hash_b, score_b)) = b.get(cell) else { continue };

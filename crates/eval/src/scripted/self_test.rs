@@ -28,7 +28,7 @@ use crate::stats::serving::Goals;
 use crate::task::{Kit, Task};
 
 /// Tries of a check of times: a machine that is busy elsewhere is late at random, a wrong timer always.
-const TIMER_TRIES: usize = 4;
+const TIMER_TRIES: usize = 6;
 
 /// One comparison.
 #[derive(Clone, Debug, PartialEq, Serialize)]
