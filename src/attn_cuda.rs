@@ -7,7 +7,7 @@ use suanpan_attn::reference::{self, Spec};
 use suanpan_attn::{KvLayout, Limits, Problem, Strides};
 use suanpan_base::{BadArgument, DType, HeadShape, Mask, SeqLen};
 use suanpan_cuda::driver::{Gpu, Memory};
-use suanpan_cuda::plan::{Args, Bound, Device, Extras, Plan, Scales, Slower, View, Workspace};
+use suanpan_cuda::plan::{Args, Bound, Device, Extras, KeyCodes, Plan, Scales, Slower, View, Workspace};
 use suanpan_cuda::testing::{Rng, from_bits, graph_of, matrix_peak, time_us};
 use suanpan_cuda::{Dtype, Error};
 use suanpan_ledger::Entry;
@@ -220,7 +220,7 @@ impl Subject {
             page_table: &self.table,
             page_table_stride: self.table.len() / self.batch.max(1),
             kv_scales: Scales::default(),
-            rotated_keys: false,
+            key_codes: KeyCodes::default(),
             extras: Extras::default(),
             out: view(&self.out, 2),
             out_strides: (h.num_q_heads * h.head_dim_v, h.head_dim_v),

@@ -63,7 +63,7 @@ def pairs_of(mask, length):
         return sum(min(window, i + 1) for i in range(length))
     if chunk:
         return sum(i % chunk + 1 for i in range(length))
-    return length * length * (1 if mask in ("full", "fp8full") else 0.5)
+    return length * length * (1 if mask.endswith("full") else 0.5)
 
 
 def fa3(mask, q, k, v):
@@ -80,9 +80,9 @@ def fa3(mask, q, k, v):
         return lambda: fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, causal=True)
     if mask in ("full", "causal"):
         return lambda: fa.flash_attn_func(q, k, v, causal=mask == "causal")
-    if mask.startswith("fp8"):
+    if mask.startswith(("fp8", "int8")):  # it has e4m3 only
         q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
-        return lambda: fa.flash_attn_func(q, k, v, causal=mask == "fp8causal")
+        return lambda: fa.flash_attn_func(q, k, v, causal=mask.endswith("causal"))
     if window:
         return lambda: fa.flash_attn_func(q, k, v, causal=True, window_size=(window - 1, 0))
     if chunk:
@@ -155,9 +155,9 @@ def row_of(cell, times, versions):
     tflops = {name: flops / statistics.median(us) / 1e6 for name, us in times.items() if us}
     head_dim = dims[0] if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
     print(f"d {head_dim} {mask:10} S {length:6} " + " ".join(f"{n} {x:.0f}" for n, x in tflops.items()), end="")
-    kernel = {"full": "forward_full", "causal": "forward_causal", "fp8full": "forward_fp8_full", "fp8causal": "forward_fp8_causal"}.get(mask, "forward_features")
+    kernel = {"full": "forward_full", "causal": "forward_causal", "fp8full": "forward_fp8_full", "fp8causal": "forward_fp8_causal", "int8full": "forward_int8_full", "int8causal": "forward_int8_causal"}.get(mask, "forward_features")
     times = {name: us for name, us in times.items() if us}
-    row = {"dtype": "e4m3, o bf16" if mask.startswith("fp8") else "bf16", "head_dim": head_dim, "heads": f"{heads} q, {heads} kv", "mask": mask, "lengths": f"{batch} x {length}", "kernel": kernel,
+    row = {"dtype": "e4m3, o bf16" if mask.startswith("fp8") else "int8 q and k, e4m3 v, o bf16" if mask.startswith("int8") else "bf16", "head_dim": head_dim, "heads": f"{heads} q, {heads} kv", "mask": mask, "lengths": f"{batch} x {length}", "kernel": kernel,
            "us": statistics.median(times["ours"]) if "ours" in times else None, "tflops": tflops.get("ours"), "runs_us": times.get("ours")}
     others = {n: x for n, x in tflops.items() if n in versions}
     for name in others:

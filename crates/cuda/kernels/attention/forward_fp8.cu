@@ -1,4 +1,5 @@
-// Exact attention forward for Hopper (sm_90a) over e4m3 q, k and v: f32 softmax, bf16 o and natural-log lse out.
+// Exact attention forward for Hopper (sm_90a) over e4m3 v and q and k that are both e4m3 or both 8-bit integers: f32 softmax, bf16 o and
+// natural-log lse out. Integers are the closer ones where numbers are spread evenly, as the Hadamard matrix leaves them: a step of 1/127 of the largest.
 // Not here: features (forward.cu), quantisation. Built once per HEAD_DIM; each cubin holds a full and a causal kernel over contiguous K and V, and
 // the same over pages, where each page may have scales of its own: K's go into the scores, V's into P, as parts of a tile's largest one.
 //
@@ -55,6 +56,10 @@ __device__ __forceinline__ uint32_t slot_parity(uint32_t n) { return n >> 31; }
 template <int STAGES> __device__ __forceinline__ int stage_of(uint32_t n) { return n % STAGES; }
 template <int STAGES> __device__ __forceinline__ uint32_t parity_of(uint32_t n) { return n / STAGES & 1; }
 
+// An integer n below 2^22 in size, added to the bits of this number, leaves the bits of this number plus n: sums of integer products start from it, and
+// are floats as they come.
+constexpr float kIntegers = 12582912.f;  // 1.5 * 2^23
+
 constexpr float kPLog2 = 8.f;  // P is multiplied by 2^8: up to 256 of e4m3's 448
 
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
@@ -92,7 +97,7 @@ template <int CHUNKS> __device__ __forceinline__ void transpose_half(uint32_t fr
       }
 }
 
-template <int D, int MODE, bool PAGED>
+template <int D, int MODE, bool PAGED, bool INT8>
 __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtensorMap* k_map, const CUtensorMap* v_map,
                                          const ForwardParams& p, const Fp8Scales& scales) {
   using L = Fp8Layout<D>;
@@ -122,7 +127,9 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
   __syncthreads();
   uint32_t n = 0;
   const auto scales_at = [&](uint32_t n) { return base + L::kScales + n % L::kScaleSlots * L::kScaleSlot; };
-  const bool per_page = PAGED && scales.outer_stride != 0;  // else a head's scales take no part until the end
+  constexpr bool kShifted = INT8 && !PAGED;  // scores stay kIntegers more than they are
+  // Else a head's scales take no part until the end. Integers over pages have one form only: both at run time would take a register too many.
+  const bool per_page = PAGED && (INT8 || scales.outer_stride != 0);
 
   if (warp < 4) {
     registers_down<(S::kNumWg == 3) ? 32 : 40>();
@@ -303,6 +310,7 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
       if (!per_page && scales.k) factor *= scales.k[kv_scale];
       const float scale_log2 = p.scale_log2 * factor;
       float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
+      [[maybe_unused]] float row_taken[2] = {-INFINITY, -INFINITY};  // kShifted: what exponents are less
 #pragma unroll
       for (int c = 0; c < kSums; ++c)
 #pragma unroll
@@ -319,11 +327,20 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         if (S::kToken < 6) take_token();
         const uint32_t kd = desc_low(base + L::kK + stage_of<S::kKStages>(n) * L::kTile, 0);
         float s[64];
+        int (&sums)[64] = reinterpret_cast<int (&)[64]>(s);
+        if constexpr (INT8) {
+#pragma unroll
+          for (int i = 0; i < 64; ++i) sums[i] = __float_as_int(kIntegers);
+          pin(sums);
+        }
         wgmma_fence();
-        Wgmma<128, E4m3>::ss_first(s, desc(qd), desc(kd));
+        if constexpr (INT8) Wgmma<128, S8>::ss(sums, desc(qd), desc(kd));
+        else Wgmma<128, E4m3>::ss_first(s, desc(qd), desc(kd));
 #pragma unroll
         for (int ks = 1; ks < D / 32; ++ks) {
-          Wgmma<128, E4m3>::ss(s, desc(qd + ((ks / 4) * L::kQChunk + (ks % 4) * 32) / 16), desc(kd + ((ks / 4) * L::kChunk + (ks % 4) * 32) / 16), 1);
+          const uint64_t a = desc(qd + ((ks / 4) * L::kQChunk + (ks % 4) * 32) / 16), b = desc(kd + ((ks / 4) * L::kChunk + (ks % 4) * 32) / 16);
+          if constexpr (INT8) Wgmma<128, S8>::ss(sums, a, b);
+          else Wgmma<128, E4m3>::ss(s, a, b, 1);
           if (S::kToken == 2 && ks == D / 64 - 1) wgmma_commit();
         }
         wgmma_commit();
@@ -341,7 +358,7 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
           for (int g = 0; g < 8; ++g) {
             const float ks = load_shared(of_tile + 4 * g);
 #pragma unroll
-            for (int i = 8 * g; i < 8 * g + 8; ++i) s[i] *= ks;
+            for (int i = 8 * g; i < 8 * g + 8; ++i) s[i] = (INT8 ? s[i] - kIntegers : s[i]) * ks;
           }
         }
         if (j >= mine.whole_end) {
@@ -361,8 +378,16 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
             float m = fmaxf(fmaxf(mx[h][0], mx[h][1]), row_max[h]);
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-            corr[h] = m == -INFINITY ? 1.f : exp2_fast((row_max[h] - m) * scale_log2);
-            off[h] = m == -INFINITY ? 0.f : m * scale_log2 - kPLog2;
+            if constexpr (kShifted) {
+              // The offset is kIntegers' too and rounds at its size; what it takes from an integer's own part is known far closer.
+              off[h] = m == -INFINITY ? 0.f : m * scale_log2 - kPLog2;
+              const float taken = fmaf(-kIntegers, scale_log2, off[h]);
+              corr[h] = m == -INFINITY ? 1.f : exp2_fast(row_taken[h] - taken);
+              row_taken[h] = m == -INFINITY ? -INFINITY : taken;
+            } else {
+              corr[h] = m == -INFINITY ? 1.f : exp2_fast((row_max[h] - m) * scale_log2);
+              off[h] = m == -INFINITY ? 0.f : m * scale_log2 - kPLog2;
+            }
             row_max[h] = m;
           }
         }
@@ -438,7 +463,7 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         if (row >= t.len_q) continue;  // the next rows belong to another sequence
         if ((lane & 3) == 0)
           p.lse[(long long)t.head * p.total_q + t.q0 + row] =
-              sum > 0.f ? (row_max[h] * scale_log2 - kPLog2) * 0.69314718f + logf(sum) : -INFINITY;
+              sum > 0.f ? (kShifted ? row_taken[h] : row_max[h] * scale_log2 - kPLog2) * 0.69314718f + logf(sum) : -INFINITY;
         uint16_t* to = (uint16_t*)p.o + (long long)(t.q0 + row) * p.o_token_stride + t.head * p.o_head_stride + 4 * (lane & 3);
 #pragma unroll
         for (int c = 0; c < kSums; ++c)
@@ -457,16 +482,20 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
 // What the host must know of this build: math warpgroups, keys a tile, bytes of shared memory.
 extern "C" __device__ const int forward_tiling[3] = {Fp8Chosen::kNumWg, Fp8Layout<HEAD_DIM>::kBn, Fp8Layout<HEAD_DIM>::kBytes};
 
-#define FP8_KERNEL(NAME, MODE, PAGED)                                                                                                \
+#define FP8_KERNEL(NAME, MODE, PAGED, INT8)                                                                                                \
   extern "C" __global__ void __launch_bounds__((Fp8Chosen::kNumWg + 1) * 128, 1)                                              \
       NAME(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,                              \
            const __grid_constant__ CUtensorMap v_map, const __grid_constant__ ForwardParams p,                                \
            const __grid_constant__ Fp8Scales scales) {                                                                        \
-    fp8_body<HEAD_DIM, MODE, PAGED>(&q_map, &k_map, &v_map, p, scales);                                                              \
+    fp8_body<HEAD_DIM, MODE, PAGED, INT8>(&q_map, &k_map, &v_map, p, scales);                                                              \
   }
-FP8_KERNEL(forward_fp8_full, kFull, false)
-FP8_KERNEL(forward_fp8_causal, kCausal, false)
-FP8_KERNEL(forward_fp8_full_pages, kFull, true)
-FP8_KERNEL(forward_fp8_causal_pages, kCausal, true)
+FP8_KERNEL(forward_fp8_full, kFull, false, false)
+FP8_KERNEL(forward_fp8_causal, kCausal, false, false)
+FP8_KERNEL(forward_fp8_full_pages, kFull, true, false)
+FP8_KERNEL(forward_fp8_causal_pages, kCausal, true, false)
+FP8_KERNEL(forward_int8_full, kFull, false, true)
+FP8_KERNEL(forward_int8_causal, kCausal, false, true)
+FP8_KERNEL(forward_int8_full_pages, kFull, true, true)
+FP8_KERNEL(forward_int8_causal_pages, kCausal, true, true)
 
 }  // namespace suanpan

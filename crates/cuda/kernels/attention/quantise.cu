@@ -1,5 +1,5 @@
-// Rows of bf16 to e4m3 with one scale a (sequence, kv head), rotated first where asked: what the e4m3 forward takes.
-// Not here: codes of 8 and 4 bit integers, and scales of tokens and pages, which the cache's writer makes.
+// Rows of bf16 to e4m3 or 8-bit integers with one scale a (sequence, kv head), rotated first where asked: what the e4m3 forward takes.
+// Not here: scales of tokens, heads and pages in a cache (append.cu).
 //
 // The rotation is the Hadamard matrix of the row's width over its root: orthogonal, so that q and k turned by it keep their products,
 // while a lone large element is spread over the row and no longer sets the scale of all others.
@@ -20,6 +20,7 @@ struct QuantiseParams {
   int group_size;
   int batch;
   int rotate;
+  int int8;                // codes are integers to 127, else e4m3 to 448
 };
 
 // This lane's elements of a row: 32 i + lane, i < D / 32.
@@ -71,11 +72,12 @@ template <int D, bool CODES> __device__ __forceinline__ void quantise(const Quan
     r.load(p.x + token * p.token_stride + head * p.head_stride, lane, p.rotate);
     float* scale = p.scales + scale_of(p, token, head);
     if (CODES) {
-      const float largest = *scale, inverse = largest > 0.f ? 448.f / largest : 0.f;
+      const float largest = *scale, inverse = largest > 0.f ? (p.int8 ? 127.f : 448.f) / largest : 0.f;
 #pragma unroll
       for (int i = 0; i < Row<D>::kEach; ++i) {
         uint16_t code;
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.f), "f"(r.x[i] * inverse));
+        if (p.int8) code = (uint8_t)min(max(__float2int_rn(r.x[i] * inverse), -127), 127);
+        else asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.f), "f"(r.x[i] * inverse));
         p.codes[row * D + 32 * i + lane] = (uint8_t)code;
       }
     } else {
@@ -97,8 +99,8 @@ QUANTISE(128)
 QUANTISE(256)
 
 // Largest sizes to scales.
-extern "C" __global__ void scales_of_largest(float* scales, int n) {
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) scales[i] /= 448.f;
+extern "C" __global__ void scales_of_largest(float* scales, int n, float top) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) scales[i] /= top;
 }
 
 }  // namespace suanpan

@@ -1,4 +1,4 @@
-// Warpgroup matrix multiply (wgmma) with f32 accumulators: descriptors, fences, one wrapper for all widths and operand types.
+// Warpgroup matrix multiply (wgmma), sums in f32 or 32-bit integers: descriptors, fences, one wrapper for all widths and operand types.
 // Not here: any tiling or softmax. Operand layouts are the 128-byte swizzle that the copy engine writes.
 #pragma once
 #include <cstdint>
@@ -8,6 +8,7 @@ namespace suanpan {
 struct Bf16 {};  // tags that choose the operand type inside the instruction text
 struct Fp16 {};
 struct E4m3 {};
+struct S8 {};
 
 // Shared-memory matrix descriptor, 128-byte swizzle. `lead` is the distance in bytes between 64-element chunks of an
 // MN-major operand (ignored for a K-major one); 1,024 is the distance between groups of eight 128-byte rows. Shared memory
@@ -29,6 +30,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
 template <int N> __device__ __forceinline__ void pin(float (&r)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i])::"memory");
+}
+
+template <int N> __device__ __forceinline__ void pin(int (&r)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(r[i])::"memory");
 }
 
 // The wrapper, spelled once. WG_TEXT_n names n accumulators in the instruction, WG_LIST_n hands them over (c: "+f" in and out, "=f" out).
@@ -98,6 +104,20 @@ template <int N, class T> struct Wgmma;
     WG_ROWS(N, REGS, "k32.f32.e4m3.e4m3", "", "", r0, r1, r2, r3, r4, r5)                                                           \
     WG_FIRST_ROWS(N, REGS, "k32.f32.e4m3.e4m3", r0, r1, r2, r3, r4)                                                                 \
   };
+// 8-bit integers in two's complement, both operands from shared memory, K-major; sums are exact in 32 bits up to 2^17 products.
+#define WG_INT(N, REGS, r0, r1)                                                                                                     \
+  template <> struct Wgmma<N, S8> {                                                                                                 \
+    __device__ __forceinline__ static void ss(int (&d)[REGS], uint64_t a, uint64_t b) {                                             \
+      WG_ISSUE_INT(N, REGS, "%" #r0, "%" #r1, "1", "+r", "l"(a), "l"(b));                                                           \
+    }                                                                                                                               \
+    __device__ __forceinline__ static void ss_first(int (&d)[REGS], uint64_t a, uint64_t b) {                                       \
+      WG_ISSUE_INT(N, REGS, "%" #r0, "%" #r1, "0", "=r", "l"(a), "l"(b));                                                           \
+    }                                                                                                                               \
+  };
+#define WG_ISSUE_INT(N, REGS, A, B, accumulate, c, ...)                                                                             \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, " accumulate ", 0;\n"                                                                \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" WG_TEXT_##REGS "}, " A ", " B ", p; }"                      \
+               : WG_LIST_##REGS(c, d) : __VA_ARGS__)
 WG_16BIT(64, 32, 32, 33, 34, 35, 36, 37)
 WG_16BIT(80, 40, 40, 41, 42, 43, 44, 45)
 WG_16BIT(96, 48, 48, 49, 50, 51, 52, 53)
@@ -106,5 +126,6 @@ WG_16BIT(192, 96, 96, 97, 98, 99, 100, 101)
 WG_16BIT(256, 128, 128, 129, 130, 131, 132, 133)
 WG_8BIT(64, 32, 32, 33, 34, 35, 36, 37)
 WG_8BIT(128, 64, 64, 65, 66, 67, 68, 69)
+WG_INT(128, 64, 64, 65)
 
 }  // namespace suanpan

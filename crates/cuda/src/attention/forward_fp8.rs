@@ -1,4 +1,4 @@
-//! Launch of `kernels/attention/forward_fp8.cu`: exact attention over e4m3 q, k and v; o is bf16.
+//! Launch of `kernels/attention/forward_fp8.cu`: exact attention over q, k and v of 8 bits; o is bf16.
 use super::decode::Pages;
 use super::forward::{Forward, KeysValues, Paged, gcd};
 use crate::driver::{Address, Gpu};
@@ -13,6 +13,8 @@ pub struct ForwardFp8 {
     /// Shapes, lengths, mask and output, with `dtype` the output's (bf16); `q` and `kv` hold e4m3, strides in bytes. Full or
     /// causal over packed keys and values or pages, head dims 128 and 256.
     pub attention: Forward,
+    /// q and k hold integers of 8 bits in two's complement (their products are exact) instead of e4m3; v is e4m3 always.
+    pub int8_keys: bool,
     /// `[batch, num_kv_heads]` f32: what q's elements of the heads on that kv head are multiplied by; none is 1.
     pub q_scales: Option<Address>,
     /// The same for packed k, with the strides below. Pages bring theirs: one a page and kv head, no token stride.
@@ -34,14 +36,18 @@ struct Scales {
 }
 
 /// The function for a mask, where there is one.
-pub(crate) fn function(mask: Mask, pages: bool) -> Option<&'static str> {
-    match (mask, pages) {
-        (Mask::FULL, false) => Some("forward_fp8_full"),
-        (Mask::CAUSAL, false) => Some("forward_fp8_causal"),
-        (Mask::FULL, true) => Some("forward_fp8_full_pages"),
-        (Mask::CAUSAL, true) => Some("forward_fp8_causal_pages"),
-        _ => None,
-    }
+pub(crate) fn function(mask: Mask, pages: bool, int8_keys: bool) -> Option<&'static str> {
+    Some(match (mask, pages, int8_keys) {
+        (Mask::FULL, false, false) => "forward_fp8_full",
+        (Mask::CAUSAL, false, false) => "forward_fp8_causal",
+        (Mask::FULL, true, false) => "forward_fp8_full_pages",
+        (Mask::CAUSAL, true, false) => "forward_fp8_causal_pages",
+        (Mask::FULL, false, true) => "forward_int8_full",
+        (Mask::CAUSAL, false, true) => "forward_int8_causal",
+        (Mask::FULL, true, true) => "forward_int8_full_pages",
+        (Mask::CAUSAL, true, true) => "forward_int8_causal_pages",
+        _ => return None,
+    })
 }
 
 impl ForwardFp8 {
@@ -98,7 +104,7 @@ impl ForwardFp8 {
         if !f.plain() {
             return bad("scores", format!("{:?}", f.scores), "plain scores for e4m3");
         }
-        let Some(name) = function(f.mask, matches!(f.kv, KeysValues::Paged(_))) else {
+        let Some(name) = function(f.mask, matches!(f.kv, KeysValues::Paged(_)), self.int8_keys) else {
             return bad("mask", format!("{}", f.mask), "full and causal for e4m3");
         };
         if f.total_q == 0 || f.batch == 0 {

@@ -1,4 +1,4 @@
-//! Launch of `kernels/attention/quantise.cu`: bf16 rows to e4m3 with one scale a (sequence, kv head), rotated where asked.
+//! Launch of `kernels/attention/quantise.cu`: bf16 rows to e4m3 or 8-bit integers with one scale a (sequence, kv head), rotated where asked.
 use super::Operand;
 use crate::Error;
 use crate::driver::{Address, Gpu};
@@ -9,7 +9,7 @@ use std::ffi::c_void;
 pub struct Quantise {
     /// `[tokens, heads, head_dim]` bf16.
     pub x: Operand,
-    /// `[tokens, heads, head_dim]` e4m3, contiguous.
+    /// `[tokens, heads, head_dim]` e4m3 or 8-bit integers, contiguous.
     pub codes: Address,
     /// `[batch, heads / group_size]` f32: what codes are multiplied by.
     pub scales: Address,
@@ -27,6 +27,8 @@ pub struct Quantise {
     pub head_dim: u32,
     /// Turn every row by the Hadamard matrix first: q and k alike, or products change.
     pub rotate: bool,
+    /// Codes are integers from -127 to 127 instead of e4m3.
+    pub int8: bool,
 }
 
 /// Mirrors `QuantiseParams` of the kernel.
@@ -43,6 +45,7 @@ struct Params {
     group_size: i32,
     batch: i32,
     rotate: i32,
+    int8: i32,
 }
 
 impl Quantise {
@@ -77,11 +80,14 @@ impl Quantise {
             group_size: self.group_size as i32,
             batch: self.batch as i32,
             rotate: i32::from(self.rotate),
+            int8: i32::from(self.int8),
         };
         let grid = (gpu.num_sms * 8, 1, 1);
         let mut args: [*mut c_void; 1] = [(&raw mut params).cast()];
         let (mut scales, dim) = (self.scales, self.head_dim);
-        let mut scale_args: [*mut c_void; 2] = [(&raw mut scales).cast(), (&raw mut n).cast()];
+        let mut top = if self.int8 { 127f32 } else { 448.0 };
+        let mut scale_args: [*mut c_void; 3] =
+            [(&raw mut scales).cast(), (&raw mut n).cast(), (&raw mut top).cast()];
         let largest = gpu.kernel("quantise", &format!("largest_{dim}"), 0)?;
         let codes = gpu.kernel("quantise", &format!("codes_{dim}"), 0)?;
         let finish = gpu.kernel("quantise", "scales_of_largest", 0)?;

@@ -62,7 +62,7 @@ fn options() -> Options {
                 eprintln!(
                     "unknown option {other}: --cubin-dir --what forward,decode,latent --dims --lens --repeats --label\n\
                      forward: --masks full,causal,window1024,chunk1024 and, each causal: softcap,alibi,sink,page16 (any multiple of 16), \
-                     fp8full,fp8causal,fp8page16, extend64 (query tokens, four heads a kv head; laid out as planned; pack64: heads packed, apart64: not); \
+                     fp8full,fp8causal,fp8page16, int8full,int8causal (keys of int8, values of e4m3), extend64 (query tokens, four heads a kv head; laid out as planned; pack64: heads packed, apart64: not); \
                      dim 192128 is 192/128\n\
                      decode: --kv bf16,e4m3,int8,int4 --plans auto,line,RANKSxPARTS,RANKSxPARTSl --heads 32/8,16/1 --pages --rotate yes,no (no: the same pages each time, from L2 where they fit)"
                 );

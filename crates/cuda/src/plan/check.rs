@@ -4,7 +4,7 @@ use suanpan_attn::{KvLayout, Strides};
 use suanpan_base::{BadArgument, ScaleGrain};
 
 use super::Plan;
-use super::run::{Args, View};
+use super::run::{Args, KeyCodes, View};
 
 const OP: &str = "cuda attention run";
 
@@ -190,8 +190,9 @@ pub(super) fn check(plan: &Plan, args: &Args<'_>) -> Checked {
         return refuse("out strides", format!("{:?}", args.out_strides), "contiguous in decode");
     }
     let fp8 = matches!(plan.choice.as_ref().map(|c| c.kernel), Some(super::Kernel::ForwardFp8 { .. }));
-    if args.rotated_keys && !fp8 {
-        return refuse("rotated_keys", true, "the e4m3 forward, which turns q alike");
+    if args.key_codes != KeyCodes::default() && !fp8 {
+        let asked = format!("{:?}", args.key_codes);
+        return refuse("key_codes", asked, "plain ones but for the e4m3 forward, which makes q alike");
     }
     extras(plan, args, n)?;
     scales(plan, args)?;

@@ -313,7 +313,7 @@ pub(super) fn choose(
 fn many_rows(p: &Problem, seqs: &[SeqLen], (device, whole): (Device, bool)) -> Fits<(Kernel, &'static str)> {
     if let Ok(shape) = fp8_shape(p) {
         let pages = p.kv != KvLayout::Contiguous;
-        let function = forward_fp8::function(p.mask, pages).unwrap_or("forward_fp8_causal");
+        let function = forward_fp8::function(p.mask, pages, false).unwrap_or("forward_fp8_causal");
         return Ok((Kernel::ForwardFp8 { shape, function }, "e4m3 keys: products at twice the 16-bit rate"));
     }
     if matches!(p.kv_dtype, DType::E4m3 | DType::I8 | DType::I4) {

@@ -22,7 +22,7 @@ use suanpan_ledger::{AttnBooks, Entry};
 
 use crate::attention::decode;
 use crate::shapes::{ForwardShape, Fp8Shape};
-pub use run::{Args, Bias, Bound, Extras, Scales, View, Workspace, run};
+pub use run::{Args, Bias, Bound, Extras, KeyCodes, Scales, View, Workspace, run};
 
 /// The name under which plans refuse.
 const OP: &str = "cuda attention plan";

@@ -67,6 +67,15 @@ pub struct Extras {
     pub dropout: Option<DropoutKey>,
 }
 
+/// What `quantise` did to keys for the e4m3 forward, which does the same to q. Values are e4m3 as they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KeyCodes {
+    /// Turned by the Hadamard matrix first.
+    pub rotated: bool,
+    /// Integers of 8 bits instead of e4m3: less than half of its rounding where numbers are spread evenly, as rotation leaves them.
+    pub int8: bool,
+}
+
 /// The buffers of one call, as `suanpan_attn::Args`, in device memory. The page table is on the host: ids are checked, then copied over.
 #[derive(Clone, Copy, Debug)]
 pub struct Args<'a> {
@@ -88,8 +97,8 @@ pub struct Args<'a> {
     pub page_table_stride: usize,
     /// Scales of K and V.
     pub kv_scales: Scales,
-    /// The keys were turned by the Hadamard matrix before they were made e4m3 (`quantise`): q is turned alike.
-    pub rotated_keys: bool,
+    /// How keys were made for the e4m3 forward.
+    pub key_codes: KeyCodes,
     /// What the problem asks for beside q, k and v.
     pub extras: Extras,
     /// Output `[total_q, num_q_heads, head_dim_v]` of q's type.
@@ -535,7 +544,8 @@ impl Call<'_> {
             group_size: p.heads.group_size() as u32,
             batch: attention.batch,
             head_dim: dim as u32,
-            rotate: a.rotated_keys,
+            rotate: a.key_codes.rotated,
+            int8: a.key_codes.int8,
         };
         // Pages bring their scales.
         let packed = p.kv == KvLayout::Contiguous && p.kv_scales != ScaleGrain::None;
@@ -543,6 +553,7 @@ impl Call<'_> {
         let head_stride = if p.kv_scales == ScaleGrain::Head { a.kv_scales.strides.head as u32 } else { 0 };
         let forward = ForwardFp8 {
             attention,
+            int8_keys: a.key_codes.int8,
             q_scales: Some(scales),
             k_scales: given(a.kv_scales.k),
             v_scales: given(a.kv_scales.v),

@@ -20,6 +20,8 @@ struct Asked {
     alibi: bool,
     sinks: bool,
     fp8: bool,
+    /// With fp8: q and k are integers.
+    int8_keys: bool,
     /// Query tokens a sequence, four query heads a kv head; else as many as keys, and as many heads.
     extend: Option<u32>,
     /// How an extend is laid out.
@@ -45,6 +47,7 @@ fn asked(name: &str) -> Option<Asked> {
         alibi: false,
         sinks: false,
         fp8: false,
+        int8_keys: false,
         extend: None,
         layout: Layout::Apart,
     };
@@ -71,21 +74,24 @@ fn asked(name: &str) -> Option<Asked> {
             "sink" => a.sinks = true,
             "fp8full" => (a.mask, a.fp8) = (Mask::FULL, true),
             "fp8causal" => a.fp8 = true,
+            "int8full" => (a.mask, a.fp8, a.int8_keys) = (Mask::FULL, true, true),
+            "int8causal" => (a.fp8, a.int8_keys) = (true, true),
             _ => return None,
         }
     }
     Some(a)
 }
 
-/// Random normal numbers: 16 bits from the device; e4m3 from the host, repeated every megabyte.
-fn random(gpu: &Gpu, elements: usize, seed: u64, fp8: bool) -> Result<Buffer, Error> {
+/// Random normal numbers: 16 bits from the device; e4m3 or integers of 8 bits from the host, repeated every megabyte.
+fn random(gpu: &Gpu, elements: usize, seed: u64, (fp8, int8): (bool, bool)) -> Result<Buffer, Error> {
     if !fp8 {
         let b = Buffer::new(gpu, elements * 2)?;
         b.fill_normal(gpu, seed, Dtype::Bf16)?;
         return Ok(b);
     }
     let mut rng = Rng::new(seed);
-    let piece: Vec<u8> = (0..1 << 20).map(|_| to_e4m3(rng.normal())).collect();
+    let code = |x: f32| if int8 { (x * 28.0).round() as i8 as u8 } else { to_e4m3(x) };
+    let piece: Vec<u8> = (0..1 << 20).map(|_| code(rng.normal())).collect();
     let b = Buffer::new(gpu, elements)?;
     for at in (0..elements).step_by(piece.len()) {
         b.write(at, &piece[..piece.len().min(elements - at)])?;
@@ -156,8 +162,11 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
     let (heads, tokens) = (2048 / dim_v, batch * seqlen);
     let kv_heads = if asked.extend.is_some() { heads / 4 } else { heads };
     let seqlen_q = asked.extend.unwrap_or(seqlen);
-    let buffer = |columns: u32, seed| random(gpu, tokens as usize * columns as usize, seed, asked.fp8);
-    let (q, k, v) = (buffer(heads * dim, 77)?, buffer(kv_heads * dim, 78)?, buffer(kv_heads * dim_v, 79)?);
+    let buffer =
+        |columns: u32, seed, int8| random(gpu, tokens as usize * columns as usize, seed, (asked.fp8, int8));
+    let int8 = asked.int8_keys;
+    let (q, k) = (buffer(heads * dim, 77, int8)?, buffer(kv_heads * dim, 78, int8)?);
+    let v = buffer(kv_heads * dim_v, 79, false)?;
     let o = Buffer::new(gpu, tokens as usize * (heads * dim_v) as usize * 2)?;
     let lse = Buffer::new(gpu, tokens as usize * heads as usize * 4)?;
     let counter = Buffer::from_slice(gpu, &[0u32; 2 * SPLITS_MAX as usize])?;
@@ -205,12 +214,18 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
             ..Scores::default()
         },
         tree: None,
-        softmax_scale: 1.0 / (dim as f32).sqrt(),
+        softmax_scale: if int8 { 1.0 / 784.0 } else { 1.0 } / (dim as f32).sqrt(),
         pack_gqa: layout.0,
         splits: layout.1.map(|count| Splits { count, partial: partial.address }),
     };
-    let fp8 =
-        ForwardFp8 { attention: f, q_scales: None, k_scales: None, v_scales: None, kv_scale_strides: (0, 0) };
+    let fp8 = ForwardFp8 {
+        attention: f,
+        int8_keys: int8,
+        q_scales: None,
+        k_scales: None,
+        v_scales: None,
+        kv_scale_strides: (0, 0),
+    };
     // SAFETY: the buffers cover the shapes and live past the synchronisation inside `time_us`.
     let launch = || unsafe { if asked.fp8 { fp8.launch(gpu) } else { f.launch(gpu) } };
     report(gpu, how, launch, &asked, (dims, name), (batch, seqlen, heads, dim + dim_v))

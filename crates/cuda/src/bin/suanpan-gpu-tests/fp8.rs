@@ -21,6 +21,7 @@ struct Case {
     lens: Vec<(usize, usize)>,
     scaled: bool,
     page_size: Option<usize>,
+    int8_keys: bool,
 }
 
 /// `[tokens, heads, dim]` with a gap of 16 poisoned bytes after each token.
@@ -28,13 +29,20 @@ struct Tensor {
     bits: Vec<u8>,
     heads: usize,
     dim: usize,
+    int8: bool,
 }
 
+/// What an integer's step stands for in `Tensor::row`: numbers of spread one, as those of e4m3.
+const STEP: f64 = 1.0 / 32.0;
+
 impl Tensor {
-    fn random(rng: &mut Rng, tokens: usize, heads: usize, dim: usize) -> Self {
+    fn random(rng: &mut Rng, tokens: usize, (heads, dim): (usize, usize), int8: bool) -> Self {
         let row = heads * dim;
-        let byte = |i: usize, rng: &mut Rng| if i < row { to_e4m3(rng.normal()) } else { 0x7f };
-        Self { bits: (0..tokens * (row + 16)).map(|i| byte(i % (row + 16), rng)).collect(), heads, dim }
+        let code =
+            |x: f32| if int8 { (x * 32.0).round().clamp(-127.0, 127.0) as i8 as u8 } else { to_e4m3(x) };
+        let byte = |i: usize, rng: &mut Rng| if i < row { code(rng.normal()) } else { 0x7f };
+        let bits = (0..tokens * (row + 16)).map(|i| byte(i % (row + 16), rng)).collect();
+        Self { bits, heads, dim, int8 }
     }
 
     fn stride(&self) -> usize {
@@ -44,7 +52,7 @@ impl Tensor {
     fn row(&self, token: usize, head: usize) -> impl Iterator<Item = f64> {
         self.bits[token * self.stride() + head * self.dim..][..self.dim]
             .iter()
-            .map(|x| f64::from(from_e4m3(*x)))
+            .map(|x| if self.int8 { f64::from(*x as i8) * STEP } else { f64::from(from_e4m3(*x)) })
     }
 
     fn operand(&self, b: &Buffer) -> Operand {
@@ -75,9 +83,9 @@ fn inputs(c: &Case, seed: u64) -> Inputs {
     let mut rng = Rng::new(seed);
     let (total_q, total_k) = (c.lens.iter().map(|l| l.0).sum(), c.lens.iter().map(|l| l.1).sum());
     let (q, k, v) = (
-        Tensor::random(&mut rng, total_q, c.heads.0, c.dim),
-        Tensor::random(&mut rng, total_k, c.heads.1, c.dim),
-        Tensor::random(&mut rng, total_k, c.heads.1, c.dim),
+        Tensor::random(&mut rng, total_q, (c.heads.0, c.dim), c.int8_keys),
+        Tensor::random(&mut rng, total_k, (c.heads.1, c.dim), c.int8_keys),
+        Tensor::random(&mut rng, total_k, (c.heads.1, c.dim), false),
     );
     let counts = c.lens.iter().map(|l| c.page_size.map_or(0, |size| l.1.div_ceil(size)));
     let num_pages = counts.clone().sum::<usize>() + SPARE_PAGES;
@@ -192,10 +200,11 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
             mask: c.mask,
             scores: Scores::default(),
             tree: None,
-            softmax_scale: 1.0 / (c.dim as f32).sqrt(),
+            softmax_scale: if c.int8_keys { (STEP * STEP) as f32 } else { 1.0 } / (c.dim as f32).sqrt(),
             pack_gqa: false,
             splits: None,
         },
+        int8_keys: c.int8_keys,
         q_scales: c.scaled.then_some(qs.address),
         k_scales: packed.then_some(ks.address),
         v_scales: packed.then_some(vs.address),
@@ -271,7 +280,9 @@ fn check(c: &Case, x: &Inputs, out: &Output) -> Errors {
         let o: Vec<f32> = out.o[at..at + c.dim].iter().map(|x| from_bits(Dtype::Bf16, *x)).collect();
         let row = reference(&scores, &values, c.dim);
         let unsure = c.mask.visible(SeqLen::new(c.lens[b].0, c.lens[b].1), i).run;
-        let unsure = unsure.map(|j| factor(j) * sum_uncertainty(&q, x.k.row(k0 + j, kv))).fold(0.0, f64::max);
+        // Products of integers are exact.
+        let unsure = unsure.map(|j| factor(j) * sum_uncertainty(&q, x.k.row(k0 + j, kv))).fold(0.0, f64::max)
+            * f64::from(u8::from(!c.int8_keys));
         let lse = out.lse[h * total_q + t];
         let close = (f64::from(lse) - row.lse).abs() <= unsure;
         errors.add_row(Dtype::Bf16, &o, if close { row.lse as f32 } else { lse }, &row);
@@ -282,9 +293,13 @@ fn check(c: &Case, x: &Inputs, out: &Output) -> Errors {
     })
 }
 
+fn kind(int8_keys: bool) -> &'static str {
+    if int8_keys { "forward e4m3, keys of int8," } else { "forward e4m3" }
+}
+
 pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
     let ragged = vec![(64, 128), (113, 203), (239, 1), (200, 517), (0, 77), (65, 0), (1, 300), (192, 192)];
-    for dim in [128, 256] {
+    for (dim, int8_keys) in [(128, false), (256, false), (128, true), (256, true)] {
         let even = vec![(384, 384), (511, 511), (256, 1024)];
         for (n, (mask, heads, lens, scaled, page_size)) in [
             (Mask::FULL, (4, 4), even.clone(), false, None),
@@ -300,11 +315,12 @@ pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
         .into_iter()
         .enumerate()
         {
-            let c = Case { dim, mask, heads, lens, scaled, page_size };
+            let c = Case { dim, mask, heads, lens, scaled, page_size, int8_keys };
             let x = inputs(&c, 500 + n as u64);
             let out = run(gpu, &c, &x)?;
             let name = format!(
-                "forward e4m3 d{dim} {mask} {}/{} heads, {} sequences{}",
+                "{} d{dim} {mask} {}/{} heads, {} sequences{}",
+                kind(int8_keys),
                 heads.0,
                 heads.1,
                 c.lens.len(),
@@ -318,28 +334,28 @@ pub fn test(gpu: &Gpu, report: &mut Report) -> Result<(), Error> {
             }
             report.line(same, &format!("{name}: the same bits in 10 runs"), String::new());
         }
-        test_alone(gpu, report, dim)?;
-        test_pages(gpu, report, dim)?;
+        test_alone(gpu, report, dim, int8_keys)?;
+        test_pages(gpu, report, dim, int8_keys)?;
     }
     Ok(())
 }
 
 /// Pages without scales give the bits of rows.
-fn test_pages(gpu: &Gpu, report: &mut Report, dim: usize) -> Result<(), Error> {
+fn test_pages(gpu: &Gpu, report: &mut Report, dim: usize, int8_keys: bool) -> Result<(), Error> {
     for (mask, page_size) in [(Mask::FULL, 16), (Mask::CAUSAL, 16), (Mask::CAUSAL, 128), (Mask::CAUSAL, 80)] {
         let lens = vec![(333, 700), (130, 901), (1, 129), (0, 5)];
-        let rows = Case { dim, mask, heads: (4, 2), lens, scaled: false, page_size: None };
+        let rows = Case { dim, mask, heads: (4, 2), lens, scaled: false, page_size: None, int8_keys };
         let want = run(gpu, &rows, &inputs(&rows, 21))?;
         let pages = Case { page_size: Some(page_size), ..rows };
         let got = run(gpu, &pages, &inputs(&pages, 21))?;
-        let name = format!("forward e4m3 d{dim} {mask}, pages of {page_size} give the bits of rows");
+        let name = format!("{} d{dim} {mask}, pages of {page_size} give the bits of rows", kind(int8_keys));
         report.line(got.o == want.o && got.lse == want.lse, &name, String::new());
     }
     Ok(())
 }
 
 /// A sequence gives the same bits alone as among others, whatever the others hold.
-fn test_alone(gpu: &Gpu, report: &mut Report, dim: usize) -> Result<(), Error> {
+fn test_alone(gpu: &Gpu, report: &mut Report, dim: usize, int8_keys: bool) -> Result<(), Error> {
     let c = Case {
         dim,
         mask: Mask::CAUSAL,
@@ -347,6 +363,7 @@ fn test_alone(gpu: &Gpu, report: &mut Report, dim: usize) -> Result<(), Error> {
         lens: vec![(333, 700), (130, 901)],
         scaled: false,
         page_size: None,
+        int8_keys,
     };
     let mut x = inputs(&c, 9);
     let row = c.heads.0 * dim + 8;
@@ -358,13 +375,17 @@ fn test_alone(gpu: &Gpu, report: &mut Report, dim: usize) -> Result<(), Error> {
     let clean = poisoned.o[..333 * row] == first.o[..333 * row];
     report.line(
         clean,
-        &format!("forward e4m3 d{dim} a neighbour full of NaN changes nothing"),
+        &format!("{} d{dim} a neighbour full of NaN changes nothing", kind(int8_keys)),
         String::new(),
     );
     x.k.bits.truncate(from);
     x.v.bits.truncate(from);
     let alone = run(gpu, &Case { lens: vec![(333, 700)], ..c.clone() }, &x)?;
     let same = alone.o[..] == first.o[..333 * row];
-    report.line(same, &format!("forward e4m3 d{dim} alone, the same bits as in a batch"), String::new());
+    report.line(
+        same,
+        &format!("{} d{dim} alone, the same bits as in a batch", kind(int8_keys)),
+        String::new(),
+    );
     Ok(())
 }

@@ -3,7 +3,7 @@ use std::thread::{available_parallelism, scope};
 use suanpan_attn::{KvLayout, Limits, Problem, Strides};
 use suanpan_base::{DType, HeadShape, Mask, SeqLen};
 use suanpan_cuda::driver::Gpu;
-use suanpan_cuda::plan::{Args, Device, Extras, Plan, Scales, Slower, View, Workspace, run};
+use suanpan_cuda::plan::{Args, Device, Extras, KeyCodes, Plan, Scales, Slower, View, Workspace, run};
 use suanpan_cuda::testing::{Buffer, Rng, Row, from_bits, parallel_rows, reference_row, to_bits};
 use suanpan_cuda::{Dtype, Error};
 
@@ -131,7 +131,7 @@ fn one(
         page_table: if tokens == 1 { &x.table[..n.div_ceil(PAGE)] } else { &[] },
         page_table_stride: if tokens == 1 { n.div_ceil(PAGE) } else { 0 },
         kv_scales: Scales::default(),
-        rotated_keys: false,
+        key_codes: KeyCodes::default(),
         extras: Extras::default(),
         out: view(&out, tokens * HEADS * WIDTH),
         out_strides: (HEADS * WIDTH, WIDTH),
