@@ -19,7 +19,7 @@ TEKKEN = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}
 # Of kinds that both engines read alike (`crates/model/src/tokenizer/pattern.rs`).
 PATTERNS = [
     r"\p{N}{1,3}", r"[一-龥\p{Hiragana}\p{Katakana}]+", r"\d", r"\D+", r"\s+$", r"[\r\n]", r"\s?[A-Za-zµÀ-ÖØ-öø-ƺ]+", r"\s?\p{L}+|\p{N}|[^\s\p{L}\p{N}]+",
-    r"\p{Han}|\p{Hangul}+|\p{Cyrillic}+|\p{Arabic}+|\p{Thai}+", r"[\p{P}\p{S}]", r"(?:a|ab)(c|bcd)?", r"a{1,2}?b?", r"[^\p{Lu}\p{Mn}]+?\.", r"\A.|.\z", r"\x41|\t|\$|\-|\PL",
+    r"\p{Han}|\p{Hangul}+|\p{Cyrillic}+|\p{Arabic}+|\p{Thai}+", r"[\p{P}\p{S}]", r"(?:a|ab)(c|bcd)?", r"a{1,2}?b?", r"[^\p{Lu}\p{Mn}]+?\.", r"\A.|.\z", r"\x41|\t|\$|\-|\P{L}",
 ]
 CUT_BESIDES = ["aⒶb", "a\u200db\u200cc", "aⅣb a½b", "a\u0345b", "é_9٣", "ß ẞ ſ \u212a", "abcd abbcd aab", "x.y. Z.", "a\u2028b\u0085c\x0bd\x1ce", "กขค", "שלום", "ΑΒΓ αβγ", "ǅ", "a \n b  "]
 CORPUS = [

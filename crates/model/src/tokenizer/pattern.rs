@@ -77,7 +77,8 @@ fn same_perl(kind: &ClassPerlKind) -> bool {
 
 fn same_class(class: &ClassUnicode) -> bool {
     match &class.kind {
-        ClassUnicodeKind::OneLetter(_) => true,
+        // `\pL` without braces is text to the reference's engine.
+        ClassUnicodeKind::OneLetter(_) => false,
         ClassUnicodeKind::Named(name) => name.len() <= 2 || SCRIPTS.contains(&name.as_str()),
         ClassUnicodeKind::NamedValue { .. } => false,
     }
@@ -159,6 +160,7 @@ mod tests {
             r"a|",
             r"$",
             r"(?=a)",
+            r"\pL",
             r"a(?!b)",
             r"(a)\1",
         ];
