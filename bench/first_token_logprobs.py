@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """First tokens after 20 prompts (beginnings of one public-domain text) beside llama.cpp on the same GGUF: best token and log-probabilities.
 
-usage: bench/first_token_logprobs.py OUT.json MODEL.gguf LONGEST [f32|int16|int8]
+usage: bench/first_token_logprobs.py OUT.json MODEL.gguf LONGEST [f32|int16|int8] [bf16|f32: our K/V]
 First: scripts/fetch-texts, bench/peers/llama_cpp.sh build, cargo build --release -p suanpan-model --examples. A prompt is near a tie where
 the peer's two best are within 0.1; log-probabilities are compared over tokens that either gives more than e^-5.
 Environment: TOP (the example top_logprobs), ENCODE, PEER, TEXT, and PEER_MODEL: the same weights as F32 (bench/peers/gguf_to_f32.py), which
@@ -28,7 +28,7 @@ def answers(command):
 
 
 def main():
-    out, model, longest, *precision = sys.argv[1:]
+    out, model, longest, *how = sys.argv[1:]
     longest = int(longest)
     # Evenly in the logarithm from 16 tokens on, odd lengths among them.
     lengths = sorted({round(16 * (longest / 16) ** (i / 19)) for i in range(20)})
@@ -38,7 +38,7 @@ def main():
         pathlib.Path(text).write_bytes(TEXT.read_bytes()[:longest * 12])
         subprocess.run([ENCODE, model, text, ids], check=True, stdout=subprocess.DEVNULL)
         wanted = ",".join(map(str, lengths))
-        ours = answers([TOP, model, ids, wanted, *precision])
+        ours = answers([TOP, model, ids, wanted, *how])
         theirs = answers([PEER, PEER_MODEL or model, "top", ids, wanted, "2", "512", "f32" if PEER_MODEL else "f16"])
     rows = []
     for a, b in zip(ours, theirs, strict=True):

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes crates/model/tests/fixtures/tokenizer: two small byte-level BPE vocabularies as tokenizer.json and the ids that the `tokenizers` library
-gives for a list of hard strings; with a GGUF file as argument also the ids for its vocabulary (the file itself is not committed).
+"""Writes crates/model/tests/fixtures/tokenizer: three small byte-level BPE vocabularies as tokenizer.json and the ids that the `tokenizers` library
+gives for a list of hard strings; where it cuts a text by patterns of general kinds; with a GGUF file as argument also the ids for its vocabulary (the file itself is not committed).
 
 Needs: pip install tokenizers gguf (PyPI). Usage: scripts/make-tokenizer-fixtures.py [SmolLM2-135M-Instruct.Q4_1.gguf]
 """
@@ -15,6 +15,13 @@ from tokenizers.models import BPE
 folder = pathlib.Path(__file__).resolve().parent.parent / "crates/model/tests/fixtures/tokenizer"
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Of kinds that both engines read alike (`crates/model/src/tokenizer/pattern.rs`).
+PATTERNS = [
+    r"\p{N}{1,3}", r"[一-龥\p{Hiragana}\p{Katakana}]+", r"\d", r"\D+", r"\s+$", r"[\r\n]", r"\s?[A-Za-zµÀ-ÖØ-öø-ƺ]+", r"\s?\p{L}+|\p{N}|[^\s\p{L}\p{N}]+",
+    r"\p{Han}|\p{Hangul}+|\p{Cyrillic}+|\p{Arabic}+|\p{Thai}+", r"[\p{P}\p{S}]", r"(?:a|ab)(c|bcd)?", r"a{1,2}?b?", r"[^\p{Lu}\p{Mn}]+?\.", r"\A.|.\z", r"\x41|\t|\$|\-|\P{L}",
+]
+CUT_BESIDES = ["aⒶb", "a\u200db\u200cc", "aⅣb a½b", "a\u0345b", "é_9٣", "ß ẞ ſ \u212a", "abcd abbcd aab", "x.y. Z.", "a\u2028b\u0085c\x0bd\x1ce", "กขค", "שלום", "ΑΒΓ αβγ", "ǅ", "a \n b  "]
 CORPUS = [
     "The abacus counts what the hand moves: every bead that goes up on one wire comes down on another.",
     "A page holds sixteen tokens. The table says which page comes next, and the books say who holds it.",
@@ -38,14 +45,14 @@ STRINGS = [
 
 
 def small(kind):
-    tokenizer = Tokenizer(BPE(ignore_merges=kind == "llama3"))
+    tokenizer = Tokenizer(BPE(ignore_merges=kind != "smollm"))
     if kind == "smollm":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
         )
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            [pre_tokenizers.Split(Regex({"llama3": LLAMA3, "tekken": TEKKEN}[kind]), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -54,7 +61,7 @@ def small(kind):
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
-    if kind == "llama3":
+    if kind != "smollm":
         tokenizer.post_processor = processors.Sequence([
             processors.ByteLevel(trim_offsets=False),
             processors.TemplateProcessing(single="<|endoftext|> $A", pair="<|endoftext|> $A <|endoftext|> $B:1", special_tokens=[("<|endoftext|>", 0)]),
@@ -99,6 +106,13 @@ def expected(tokenizer, strings):
     return rows
 
 
+def cuts():
+    """One text, and for each pattern the lengths of its pieces in characters."""
+    text = "¦".join(STRINGS + CUT_BESIDES)
+    pieces = lambda pattern: [len(w) for w, _ in pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str(text)]
+    return [{"text": text}] + [{"pattern": p, "chars": pieces(p)} for p in PATTERNS]
+
+
 def write(name, value):
     lines = ",\n".join(json.dumps(row, ensure_ascii=True) for row in value)
     (folder / name).write_text(f"[\n{lines}\n]\n")
@@ -107,11 +121,12 @@ def write(name, value):
 
 def main():
     folder.mkdir(parents=True, exist_ok=True)
-    for kind in ["smollm", "llama3"]:
+    for kind in ["smollm", "llama3", "tekken"]:
         tokenizer = small(kind)
         tokenizer.encode_special_tokens = False
         (folder / f"{kind}_small.json").write_text(tokenizer.to_str(pretty=False) + "\n")
         write(f"{kind}_small.expected.json", expected(tokenizer, STRINGS))
+    write("cuts.expected.json", cuts())
     if len(sys.argv) > 1:
         write("smollm2.expected.json", expected(from_gguf(sys.argv[1]), STRINGS))
 

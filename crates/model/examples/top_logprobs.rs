@@ -1,10 +1,12 @@
-//! The 20 best log-probabilities after chosen numbers of tokens: `top_logprobs MODEL IDS_FILE n1,n2,.. [f32|int16|int8]`, one JSON object a line.
+//! The 20 best log-probabilities after chosen numbers of tokens: `top_logprobs MODEL IDS_FILE n1,n2,.. [f32|int16|int8] [K/V: bf16|f32]`, one JSON object
+//! a line.
 //!
 //! The same question as `positions_llama_cpp MODEL top`; bench/first_token_logprobs.py holds the answers beside each other.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use suanpan_base::DType;
 use suanpan_cache::{KvStorage, LayerSet};
 use suanpan_model::forward::{ExecOptions, Executor, LogitRows, StepBatch, StepSeq};
 use suanpan_model::{LoadOptions, load};
@@ -16,13 +18,18 @@ const CHUNK: usize = 512;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let [model, ids, wanted, rest @ ..] = words.as_slice() else {
-        return Err("usage: top_logprobs MODEL IDS_FILE n1,n2,.. [f32|int16|int8]".into());
+        return Err("usage: top_logprobs MODEL IDS_FILE n1,n2,.. [f32|int16|int8] [bf16|f32]".into());
     };
     let precision = match rest.first().map(String::as_str) {
         Some("f32") => Precision::F32,
         Some("int8") => Precision::Int8,
         None | Some("int16") => Precision::Int16,
         Some(other) => return Err(format!("precision {other}: supported: f32, int16, int8").into()),
+    };
+    let kv_dtype = match rest.get(1).map(String::as_str) {
+        None | Some("bf16") => DType::Bf16,
+        Some("f32") => DType::F32,
+        Some(other) => return Err(format!("K/V {other}: supported: bf16, f32").into()),
     };
     let wanted = wanted.split(',').map(str::parse).collect::<Result<BTreeSet<usize>, _>>()?;
     let text = std::fs::read_to_string(ids)?;
@@ -34,7 +41,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let model = Arc::new(load(model, &LoadOptions::default(), &mut |_| {})?);
     let options = ExecOptions {
         precision,
-        kv_dtype: suanpan_base::DType::Bf16,
+        kv_dtype,
         kv_spared: LayerSet::NONE,
         batch_invariant: false,
         threads: 2,

@@ -103,6 +103,15 @@ fn llama3_ids_equal_the_reference() {
     );
 }
 
+#[test]
+fn tekken_ids_equal_the_reference() {
+    check(&small("tekken_small.json"), "tekken_small.expected.json");
+    check(
+        &Tokenizer::from_gguf(as_gguf("tekken_small.json", "tekken")).unwrap(),
+        "tekken_small.expected.json",
+    );
+}
+
 /// The real file is not committed; the test says so when it is not there.
 #[test]
 fn smollm2_ids_equal_the_reference() {
@@ -258,6 +267,8 @@ fn tokenizer_json_parts_that_change_ids_are_refused_by_name() {
         ("/model/vocab", json!({"a": 4294967295u32}), "model.vocab"),
         ("/pre_tokenizer", json!({"type": "Whitespace"}), "pre_tokenizer"),
         ("/pre_tokenizer", json!({"type": "ByteLevel", "add_prefix_space": true}), "pre_tokenizer"),
+        ("/pre_tokenizer/pretokenizers/0/pattern/Regex", json!("\\w+"), "pre_tokenizer"),
+        ("/pre_tokenizer/pretokenizers/0/pattern/Regex", json!("a++a"), "pre_tokenizer"),
         ("/pre_tokenizer/pretokenizers/0/pattern/Regex", json!("a(?=b)"), "pre_tokenizer"),
         ("/post_processor", json!({"type": "BertProcessing"}), "post_processor"),
         ("/added_tokens/0/id", json!(300), "used twice"),

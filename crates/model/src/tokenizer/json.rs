@@ -287,7 +287,7 @@ fn composes(normalizer: Option<&Value>) -> Result<bool, TokenizerError> {
 fn split_of(pre: Option<&Value>) -> Result<Split, TokenizerError> {
     let refuse = |found: String| {
         let supported = "ByteLevel; Sequence[Digits(individual), ByteLevel]; Sequence[Split(the published pattern of GPT-2, Llama 3, \
-                         Qwen 2, GPT-4o or Tekken), ByteLevel]; Sequence of Digits and isolating Splits without look-around, \
+                         Qwen 2, GPT-4o or Tekken), ByteLevel]; Sequence of Digits and isolating Splits by classes, literals, groups and single repetitions, \
                          ByteLevel; each with add_prefix_space = false";
         TokenizerError::unsupported("tokenizer.json: pre_tokenizer", found, supported)
     };

@@ -12,6 +12,7 @@ mod detokenizer;
 mod gguf;
 mod guard;
 mod json;
+mod pattern;
 mod pieces;
 mod spaces;
 mod split;

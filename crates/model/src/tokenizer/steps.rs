@@ -1,12 +1,12 @@
 //! Words cut in steps: each step cuts the pieces that the one before it left, as a "Sequence" of a tokenizer.json does.
 //!
-//! Only patterns without look-around, which the linear engine runs with the meaning that the reference gives them. Those with the usual
-//! look-ahead are `split.rs`'s.
+//! Only patterns that `pattern.rs` takes. Those with the usual look-ahead are `split.rs`'s.
 
 use std::sync::{Arc, LazyLock};
 
-use regex::{Regex, RegexBuilder};
+use regex::Regex;
 
+use super::pattern::exact;
 use super::split::Split;
 
 /// Most steps of one vocabulary.
@@ -67,10 +67,9 @@ impl std::fmt::Debug for Steps {
 }
 
 impl Step {
-    /// A step by its pattern; `None` if the engine does not run it.
+    /// A step by its pattern; `None` if the engine does not run it with the reference's meaning.
     pub(super) fn pattern(pattern: &str) -> Option<Step> {
-        // The reference's engine ends a line, not the text, at `$`.
-        RegexBuilder::new(pattern).multi_line(true).build().ok().map(Step::Pattern)
+        exact(pattern).map(Step::Pattern)
     }
 
     /// Ranges of `text` that the step takes out, in order.

@@ -104,7 +104,11 @@ unsafe fn row<V: Vector, F: Unpack, const NV: usize, const D: usize>(tile: &RowT
     // SAFETY: the caller's promise; blocks lie inside the columns.
     unsafe {
         let mut sums = [[V::splat_f(0.0); NV]; 1];
-        for b in 0..tile.source.cols / F::ELEMS {
+        let blocks = tile.source.cols / F::ELEMS;
+        let mut ahead = tile.source.ahead;
+        let share = ahead.share(blocks);
+        for b in 0..blocks {
+            ahead.ask(share);
             for (v, sum) in sums[0].iter_mut().enumerate() {
                 *sum = block::<V, F, D>(tile, v * V::LANES, b, *sum);
             }

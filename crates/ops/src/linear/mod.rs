@@ -3,6 +3,7 @@
 //! A tile of weight rows is unpacked into a thread's scratch (`panel.rs`) and multiplied with every input row of its unit; one code
 //! path serves one row (decode) and thousands (prefill), with the same order of additions. Nothing is repacked for longer than that.
 
+mod ahead;
 mod direct;
 pub(crate) mod kernel;
 mod panel;
@@ -45,10 +46,10 @@ const UNIT_BYTES: usize = 1 << 20;
 const UNIT_ROWS_MIN: usize = 64;
 /// Weight bytes times rows below which a call stays on the caller's thread.
 const SERIAL_WORK: usize = 24 * 1024;
-/// Up to this many rows a call is bound by reading weights: tiles are narrow, and read in their order first.
+/// Up to this many rows a call is bound by reading weights: tiles are narrow, and the next one is asked for while one is worked on.
 const FEW_ROWS: usize = 8;
-/// Bytes of a tile that is read so: well within a second-level cache.
-const SWEEP_BYTES: usize = 256 << 10;
+/// Bytes of a tile that is asked for so: well within a second-level cache.
+const AHEAD_BYTES: usize = 256 << 10;
 /// Jobs described at once, on the stack.
 const BATCH: usize = 8;
 

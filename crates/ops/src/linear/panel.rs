@@ -3,6 +3,8 @@
 //! An integer panel holds `[cols / 4][16 rows][4]` unsigned bytes and, a scale group, `[scale, bias, min][16 rows]` floats. A float
 //! panel holds `[cols][16 rows]` floats. A tile is up to [`TILE_PANELS`] panels. Panels live for one tile of one call.
 
+use super::ahead::Ahead;
+
 /// Weight rows of a panel.
 pub(crate) const PANEL_ROWS: usize = 16;
 /// Panels of a tile at most.
@@ -46,6 +48,8 @@ pub(crate) struct Source {
     pub rows: Rows,
     /// Columns, whole blocks.
     pub cols: usize,
+    /// What to ask for meanwhile.
+    pub ahead: Ahead,
 }
 
 /// One integer panel in scratch.

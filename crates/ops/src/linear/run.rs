@@ -1,10 +1,11 @@
 //! What one thread does: takes units, unpacks the tile of each a few hundred columns at a time, multiplies it with the unit's rows.
 
+use super::ahead::Ahead;
 use super::direct::RowTile;
 use super::panel::{Dest, FLOAT_STEP, FloatTile, INT_COLS, IntTile, PANEL_ROWS, Rows, Slot, Source};
 use super::unpack::{BFloat16, Float16, Float32, FloatFormat, Unpack};
 use super::vector::{Kernels, portable::Portable};
-use super::{FEW_ROWS, Job, Region, SWEEP_BYTES};
+use super::{AHEAD_BYTES, FEW_ROWS, Job, Region};
 use crate::dequant::F8_E4M3;
 use crate::dequant::kquant::{Q2K, Q3K, Q4K, Q5K, Q6K};
 use crate::dequant::legacy::{Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
@@ -33,10 +34,18 @@ fn units_on<V: Kernels>(region: &Region<'_>, slot: &mut Slot) {
         if taken.is_empty() {
             return;
         }
-        for u in taken {
+        for u in taken.clone() {
             let job = region.job_of(u);
-            let unit = Unit::new(region, job, u);
-            unit.sweep();
+            let mut unit = Unit::new(region, job, u);
+            if region.input.rows() <= FEW_ROWS {
+                // The first tile of a run has been asked for by nobody.
+                if u == taken.start {
+                    Ahead::over(unit.bytes()).ask_all();
+                }
+                if u + 1 < taken.end {
+                    unit.next = Unit::new(region, region.job_of(u + 1), u + 1).bytes();
+                }
+            }
             match job.weight.format() {
                 WeightFormat::F32 => unit.float::<V>(slot, unpack_floats::<V, Float32>),
                 WeightFormat::F16 => unit.float::<V>(slot, unpack_floats::<V, Float16>),
@@ -85,6 +94,7 @@ unsafe fn unpack_floats<V: Kernels, F: FloatFormat>(slot: &mut Slot, p: usize, s
 /// # Safety
 /// The source is readable.
 unsafe fn unpack_bytes(slot: &mut Slot, p: usize, source: &Source) {
+    source.ahead.ask_all();
     let panel = slot.float_panel(p);
     for r in 0..PANEL_ROWS {
         for k in 0..source.cols {
@@ -119,6 +129,8 @@ struct Unit<'a> {
     m0: usize,
     /// Past the last input row.
     m1: usize,
+    /// The tile that the thread works on next, where so few input rows meet a tile that memory is what takes time.
+    next: &'a [u8],
 }
 
 impl<'a> Unit<'a> {
@@ -134,6 +146,7 @@ impl<'a> Unit<'a> {
             n: (region.panels * PANEL_ROWS).min(job.weight.rows() - n0),
             m0,
             m1: (m0 + region.unit_rows).min(region.input.rows()),
+            next: &[],
         }
     }
 
@@ -142,15 +155,18 @@ impl<'a> Unit<'a> {
         self.n.div_ceil(PANEL_ROWS)
     }
 
-    /// Reads the tile's bytes once in their order, where so few input rows meet it that memory is what takes time. Unpacking walks 16 rows at
-    /// once, which no machine's prefetcher follows; this it does. (Gemma 3's head of 178 MB on an EPYC: 7 ms for 14; asking for the next tile
-    /// line by line gave 8.6 to 14.)
-    fn sweep(&self) {
+    /// The tile's bytes, or none of them where they are too many to wait in a cache.
+    fn bytes(&self) -> &'a [u8] {
         let pitch = self.job.weight.row_bytes();
         let bytes = &self.job.weight.data()[self.n0 * pitch..(self.n0 + self.n) * pitch];
-        if self.region.input.rows() <= FEW_ROWS && bytes.len() <= SWEEP_BYTES {
-            std::hint::black_box(bytes.iter().step_by(64).fold(0u8, |sum, &b| sum.wrapping_add(b)));
-        }
+        if bytes.len() <= AHEAD_BYTES { bytes } else { &[] }
+    }
+
+    /// What to ask for while columns `k..k + cols` of panel `p` are read: their part of the next tile.
+    fn ahead(&self, p: usize, k: usize, cols: usize) -> Ahead {
+        let (bytes, all) = (self.next.len(), self.panels() * self.job.weight.cols());
+        let at = |k: usize| bytes * (p * self.job.weight.cols() + k) / all;
+        Ahead::over(&self.next[at(k)..at(k + cols)])
     }
 
     /// Columns `k..k + cols` of panel `p`'s rows.
@@ -164,7 +180,7 @@ impl<'a> Unit<'a> {
             let chunk = elem(k)..elem(k + cols);
             slot.tail_rows((n0..weight.rows()).map(|r| &weight.row(r)[chunk.clone()]), chunk.len())
         };
-        Source { rows, cols }
+        Source { rows, cols, ahead: self.ahead(p, k, cols) }
     }
 
     /// Where input rows `m..` of panels `p..` go after columns `k..k + cols`.

@@ -344,7 +344,11 @@ impl Unpack for Q6K {
 /// The machine has `V`'s instruction set, the source is readable, the panel has room for its columns.
 #[inline(always)]
 pub(crate) unsafe fn blocks<V: Vector, F: Unpack>(source: &Source, to: &IntPanels) {
-    for b in 0..source.cols / F::ELEMS {
+    let blocks = source.cols / F::ELEMS;
+    let mut ahead = source.ahead;
+    let share = ahead.share(blocks);
+    for b in 0..blocks {
+        ahead.ask(share);
         for first in (0..PANEL_ROWS).step_by(V::LANES) {
             // SAFETY: the caller's promise; block `b` lies inside `cols`.
             unsafe {
@@ -467,6 +471,7 @@ impl FloatFormat for BFloat16 {
 pub(crate) unsafe fn floats<V: Vector, F: FloatFormat>(source: &Source, to: *mut f32) {
     let per_word = 4 / F::BYTES;
     let whole = source.cols / (4 * per_word);
+    source.ahead.ask_all();
     // SAFETY: the caller's promise; `whole` runs of 16 bytes lie inside the columns, the rest is read one by one.
     unsafe {
         for first in (0..PANEL_ROWS).step_by(V::LANES) {
