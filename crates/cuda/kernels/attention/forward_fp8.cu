@@ -56,10 +56,6 @@ __device__ __forceinline__ uint32_t slot_parity(uint32_t n) { return n >> 31; }
 template <int STAGES> __device__ __forceinline__ int stage_of(uint32_t n) { return n % STAGES; }
 template <int STAGES> __device__ __forceinline__ uint32_t parity_of(uint32_t n) { return n / STAGES & 1; }
 
-// An integer n below 2^22 in size, added to the bits of this number, leaves the bits of this number plus n: sums of integer products start from it, and
-// are floats as they come.
-constexpr float kIntegers = 12582912.f;  // 1.5 * 2^23
-
 constexpr float kPLog2 = 8.f;  // P is multiplied by 2^8: up to 256 of e4m3's 448
 
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
@@ -127,7 +123,6 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
   __syncthreads();
   uint32_t n = 0;
   const auto scales_at = [&](uint32_t n) { return base + L::kScales + n % L::kScaleSlots * L::kScaleSlot; };
-  constexpr bool kShifted = INT8 && !PAGED;  // scores stay kIntegers more than they are
   // Else a head's scales take no part until the end. Integers over pages have one form only: both at run time would take a register too many.
   const bool per_page = PAGED && (INT8 || scales.outer_stride != 0);
 
@@ -310,7 +305,6 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
       if (!per_page && scales.k) factor *= scales.k[kv_scale];
       const float scale_log2 = p.scale_log2 * factor;
       float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
-      [[maybe_unused]] float row_taken[2] = {-INFINITY, -INFINITY};  // kShifted: what exponents are less
 #pragma unroll
       for (int c = 0; c < kSums; ++c)
 #pragma unroll
@@ -328,13 +322,8 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         const uint32_t kd = desc_low(base + L::kK + stage_of<S::kKStages>(n) * L::kTile, 0);
         float s[64];
         int (&sums)[64] = reinterpret_cast<int (&)[64]>(s);
-        if constexpr (INT8) {
-#pragma unroll
-          for (int i = 0; i < 64; ++i) sums[i] = __float_as_int(kIntegers);
-          pin(sums);
-        }
         wgmma_fence();
-        if constexpr (INT8) Wgmma<128, S8>::ss(sums, desc(qd), desc(kd));
+        if constexpr (INT8) Wgmma<128, S8>::ss_first(sums, desc(qd), desc(kd));
         else Wgmma<128, E4m3>::ss_first(s, desc(qd), desc(kd));
 #pragma unroll
         for (int ks = 1; ks < D / 32; ++ks) {
@@ -348,7 +337,11 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         if (S::kToken == 2) wgmma_wait<1>();
         pass_token(2);
         wgmma_wait<0>();
-        pin(s);
+        if constexpr (INT8) {
+          pin(sums);
+        } else {
+          pin(s);
+        }
         pass_token(3);
         release(k_empty + stage_of<S::kKStages>(n));
         if (j == 0) release(q_done + wg);
@@ -358,8 +351,11 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
           for (int g = 0; g < 8; ++g) {
             const float ks = load_shared(of_tile + 4 * g);
 #pragma unroll
-            for (int i = 8 * g; i < 8 * g + 8; ++i) s[i] = (INT8 ? s[i] - kIntegers : s[i]) * ks;
+            for (int i = 8 * g; i < 8 * g + 8; ++i) s[i] = (INT8 ? __int2float_rn(sums[i]) : s[i]) * ks;
           }
+        } else if constexpr (INT8) {
+#pragma unroll
+          for (int i = 0; i < 64; ++i) s[i] = __int2float_rn(sums[i]);  // exact below 2^24, and the same numbers over pages
         }
         if (j >= mine.whole_end) {
           int limit[2];
@@ -378,16 +374,8 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
             float m = fmaxf(fmaxf(mx[h][0], mx[h][1]), row_max[h]);
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-            if constexpr (kShifted) {
-              // The offset is kIntegers' too and rounds at its size; what it takes from an integer's own part is known far closer.
-              off[h] = m == -INFINITY ? 0.f : m * scale_log2 - kPLog2;
-              const float taken = fmaf(-kIntegers, scale_log2, off[h]);
-              corr[h] = m == -INFINITY ? 1.f : exp2_fast(row_taken[h] - taken);
-              row_taken[h] = m == -INFINITY ? -INFINITY : taken;
-            } else {
-              corr[h] = m == -INFINITY ? 1.f : exp2_fast((row_max[h] - m) * scale_log2);
-              off[h] = m == -INFINITY ? 0.f : m * scale_log2 - kPLog2;
-            }
+            corr[h] = m == -INFINITY ? 1.f : exp2_fast((row_max[h] - m) * scale_log2);
+            off[h] = m == -INFINITY ? 0.f : m * scale_log2 - kPLog2;
             row_max[h] = m;
           }
         }
@@ -463,7 +451,7 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         if (row >= t.len_q) continue;  // the next rows belong to another sequence
         if ((lane & 3) == 0)
           p.lse[(long long)t.head * p.total_q + t.q0 + row] =
-              sum > 0.f ? (kShifted ? row_taken[h] : row_max[h] * scale_log2 - kPLog2) * 0.69314718f + logf(sum) : -INFINITY;
+              sum > 0.f ? (row_max[h] * scale_log2 - kPLog2) * 0.69314718f + logf(sum) : -INFINITY;
         uint16_t* to = (uint16_t*)p.o + (long long)(t.q0 + row) * p.o_token_stride + t.head * p.o_head_stride + 4 * (lane & 3);
 #pragma unroll
         for (int c = 0; c < kSums; ++c)
