@@ -38,6 +38,31 @@ enum Layout {
     Planned,
 }
 
+impl Asked {
+    /// `halves` stand for slopes and sinks of all heads.
+    fn scores(&self, halves: &Buffer) -> Scores {
+        Scores {
+            softcap: self.softcap,
+            alibi_slopes: self.alibi.then_some(halves.address),
+            sinks: self.sinks.then_some(halves.address),
+            ..Scores::default()
+        }
+    }
+
+    /// The same over numbers of 8 bits without scales.
+    fn fp8_of(&self, attention: Forward) -> ForwardFp8 {
+        let int8_keys = self.int8_keys;
+        ForwardFp8 {
+            attention,
+            int8_keys,
+            q_scales: None,
+            k_scales: None,
+            v_scales: None,
+            kv_scale_strides: (0, 0),
+        }
+    }
+}
+
 fn asked(name: &str) -> Option<Asked> {
     let number = |prefix: &str| name.strip_prefix(prefix)?.parse::<usize>().ok().filter(|n| *n > 0);
     let mut a = Asked {
@@ -207,25 +232,13 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
         head_dim_v: dim_v,
         dtype: Dtype::Bf16,
         mask: asked.mask,
-        scores: Scores {
-            softcap: asked.softcap,
-            alibi_slopes: asked.alibi.then_some(halves.address),
-            sinks: asked.sinks.then_some(halves.address),
-            ..Scores::default()
-        },
+        scores: asked.scores(&halves),
         tree: None,
         softmax_scale: if int8 { 1.0 / 784.0 } else { 1.0 } / (dim as f32).sqrt(),
         pack_gqa: layout.0,
         splits: layout.1.map(|count| Splits { count, partial: partial.address }),
     };
-    let fp8 = ForwardFp8 {
-        attention: f,
-        int8_keys: int8,
-        q_scales: None,
-        k_scales: None,
-        v_scales: None,
-        kv_scale_strides: (0, 0),
-    };
+    let fp8 = asked.fp8_of(f);
     // SAFETY: the buffers cover the shapes and live past the synchronisation inside `time_us`.
     let launch = || unsafe { if asked.fp8 { fp8.launch(gpu) } else { f.launch(gpu) } };
     report(gpu, how, launch, &asked, (dims, name), (batch, seqlen, heads, dim + dim_v))
