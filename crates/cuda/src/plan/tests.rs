@@ -154,3 +154,20 @@ fn many_rows_of_quantised_pages_are_unpacked_and_few_are_not() {
     let row = 2 * 2 * 8 * 128;
     assert!(prefill.workspace_bytes() < (row * (1 << 17)) + (300 << 20), "{}", prefill.workspace_bytes());
 }
+
+#[test]
+fn a_batch_invariant_row_of_e4m3_does_not_get_a_scale_that_its_neighbours_make() {
+    let p = Problem {
+        kv_dtype: DType::E4m3,
+        kv_scales: ScaleGrain::Head,
+        batch_invariant: true,
+        ..paged(HeadShape::new(32, 8, 128))
+    };
+    let refused = plan(&p, &[SeqLen::new(512, 512)], Slower::Refuse).unwrap_err();
+    assert!(refused.field == "batch_invariant", "{refused}");
+    let allowed = plan(&p, &[SeqLen::new(512, 512)], Slower::Allow).unwrap().to_string();
+    assert!(allowed.contains("unpack (e4m3 to bf16)"), "{allowed}");
+    let rows = Problem { kv: KvLayout::Contiguous, ..p };
+    let none = Plan::new(&rows, Device::H200, LIMITS, Slower::Allow).unwrap_err();
+    assert_eq!(none.field, "batch_invariant");
+}
