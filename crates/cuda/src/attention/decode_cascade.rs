@@ -17,7 +17,7 @@ pub struct Prefix {
     pub o: Address,
     /// `[num_q_heads, batch * seqlen_q]` f32, overwritten.
     pub lse: Address,
-    /// Bytes as [`CascadePlan::prefix_partial_bytes`], all bits one before the first launch, left so; none of it the suffixes'.
+    /// Bytes as [`Cascade::prefix_partial_bytes`], all bits one before the first launch, left so; none of it the suffixes'.
     pub partial: Address,
 }
 
