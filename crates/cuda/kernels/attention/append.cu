@@ -1,6 +1,7 @@
 // Rows of new keys and values into the pages of a cache: keys turned by rotary embedding where asked, both rounded to the cache's type, with one
 // scale a (token, head) worked out here or coarser ones that stand already. Codes and scales are those of suanpan_attn::quant, bit by bit.
 // Not here: attention over them (decode_cluster.cu appends bf16 rows by itself).
+#include "../common/sequences.cuh"
 #include "decode_rope.cuh"
 #include "decode_tile.cuh"
 
@@ -70,11 +71,7 @@ template <int D, int KV> __device__ __forceinline__ void append(const AppendPara
     const int which = rest / p.heads, head = rest % p.heads;
     int b = 0, q0 = 0, len_q = p.seqlen_q;
     if (p.cu_seqlens_q) {
-      int high = p.batch - 1;  // the last sequence that starts at or before the token
-      while (b < high) {
-        const int middle = (b + high + 1) / 2;
-        if (p.cu_seqlens_q[middle] <= token) b = middle; else high = middle - 1;
-      }
+      b = sequence_of(p.cu_seqlens_q, p.batch, token);
       q0 = p.cu_seqlens_q[b];
       len_q = p.cu_seqlens_q[b + 1] - q0;
     } else {

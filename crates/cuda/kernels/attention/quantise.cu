@@ -5,6 +5,7 @@
 // while a lone large element is spread over the row and no longer sets the scale of all others.
 #include <cuda_bf16.h>
 #include <cstdint>
+#include "../common/sequences.cuh"
 
 namespace suanpan {
 
@@ -53,14 +54,9 @@ template <int D> struct Row {
   }
 };
 
-// The number of the scale of `token` and `head`: the last sequence that starts at or before the token.
+// The number of the scale of `token` and `head`.
 __device__ __forceinline__ int scale_of(const QuantiseParams& p, int token, int head) {
-  int low = 0, high = p.batch - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (p.cu_seqlens[middle] <= token) low = middle; else high = middle - 1;
-  }
-  return low * (p.heads / p.group_size) + head / p.group_size;
+  return sequence_of(p.cu_seqlens, p.batch, token) * (p.heads / p.group_size) + head / p.group_size;
 }
 
 template <int D, bool CODES> __device__ __forceinline__ void quantise(const QuantiseParams& p) {

@@ -1,5 +1,6 @@
 // Quantised keys and values of a paged cache as bf16 rows one after another, what the 16-bit forward takes: a number times its scale, rounded once.
 // Not here: attention; decode reads such pages as they are (decode_cluster.cu).
+#include "../common/sequences.cuh"
 #include "decode_tile.cuh"
 
 namespace suanpan {
@@ -65,12 +66,7 @@ template <int D, int KV> __device__ __forceinline__ void unpack(const UnpackPara
     const int piece = (int)(at % kLanes);
     const long long row = at / kLanes;
     const int token = (int)(row / (2 * p.heads)), rest = (int)(row % (2 * p.heads)), which = rest / p.heads, head = rest % p.heads;
-    int b = 0, high = p.batch - 1;  // the last sequence that starts at or before the token
-    while (b < high) {
-      const int middle = (b + high + 1) / 2;
-      if (p.cu_seqlens_k[middle] <= token) b = middle; else high = middle - 1;
-    }
-    const int position = token - p.cu_seqlens_k[b];
+    const int b = sequence_of(p.cu_seqlens_k, p.batch, token), position = token - p.cu_seqlens_k[b];
     if (position < p.starts[b]) continue;
     const int id = p.page_table[(long long)b * p.table_row + position / p.page_size], slot = position % p.page_size;
     if ((uint32_t)id >= (uint32_t)p.num_pages) continue;
