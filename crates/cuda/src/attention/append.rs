@@ -1,6 +1,7 @@
 //! Launch of `kernels/attention/append.cu`: new keys and values into the pages of a cache, of any type, keys turned where asked.
 use super::Operand;
-use super::decode::{KvType, Pages, Rotary};
+use super::decode::{KvType, Rotary};
+use super::forward::Paged;
 use crate::Error;
 use crate::driver::{Address, Gpu};
 use std::ffi::c_void;
@@ -12,25 +13,16 @@ pub struct AppendRows {
     pub k: Operand,
     /// As k.
     pub v: Operand,
-    /// Where keys go. Scales with a token stride of 0 stand already, positive and finite, and what is past the type's range under them
-    /// becomes its largest number; the others are worked out and written: a row's largest size over the type's largest number.
-    pub k_pages: Pages,
-    /// As `k_pages`, with its strides.
-    pub v_pages: Pages,
+    /// Where they go, k and v with the same strides; a token whose page is not below `num_pages` is written nowhere. Scales with a token stride
+    /// of 0 stand already, positive and finite, and what is past the type's range under them becomes its largest number; the others are
+    /// worked out and written: a row's largest size over the type's largest number.
+    pub cache: Paged,
     /// Of the pages.
     pub kv_type: KvType,
     /// `[batch]` i32, the new tokens included.
     pub seqlens_k: Address,
     /// `[batch + 1]` i32; none: `tokens / batch` tokens a sequence.
     pub cu_seqlens_q: Option<Address>,
-    /// `[batch, pages_max]` i32. A token whose page is not below `num_pages` is written nowhere.
-    pub page_table: Address,
-    /// Entries of a row of the page table.
-    pub pages_max: u32,
-    /// Pages of each of k and v.
-    pub num_pages: u32,
-    /// Tokens a page.
-    pub page_size: u32,
     /// Of all sequences.
     pub tokens: u32,
     /// Sequences.
@@ -79,17 +71,6 @@ fn bad<T>(field: &'static str, asked: String, supported: &'static str) -> Result
 
 impl AppendRows {
     fn check(&self) -> Result<(), Error> {
-        if ![64, 128, 256].contains(&self.head_dim) {
-            return bad("head_dim", self.head_dim.to_string(), "64, 128, 256");
-        }
-        if self.num_kv_heads == 0 || self.num_kv_heads > 1 << 16 || self.tokens > 1 << 30 {
-            let asked = format!("{} heads, {} tokens", self.num_kv_heads, self.tokens);
-            return bad("num_kv_heads, tokens", asked, "1 to 2^16 heads, up to 2^30 tokens");
-        }
-        if self.page_size == 0 || self.num_pages > i32::MAX as u32 || self.pages_max > i32::MAX as u32 {
-            let asked = format!("{}, {}, {}", self.page_size, self.num_pages, self.pages_max);
-            return bad("page_size, num_pages, pages_max", asked, "a positive size, counts below 2^31");
-        }
         if self.cu_seqlens_q.is_none() && !self.tokens.is_multiple_of(self.batch.max(1)) {
             let asked = format!("{} of {} sequences", self.tokens, self.batch);
             return bad("tokens", asked, "as many for each sequence, or cu_seqlens_q");
@@ -116,37 +97,37 @@ impl AppendRows {
     /// Every address covers its shape until the stream has run the kernel, and no two new tokens share a place in the pages.
     pub unsafe fn launch(&self, gpu: &Gpu) -> Result<(), Error> {
         self.check()?;
-        let [page_stride, token_stride, head_stride] =
-            self.k_pages.same_strides(&self.v_pages, self.kv_type)?;
+        let shape = (self.tokens, self.num_kv_heads, self.head_dim);
+        let [page_stride, token_stride, head_stride] = self.cache.row_strides(self.kv_type, shape)?;
         if self.tokens == 0 || self.batch == 0 {
             return Ok(());
         }
         let of_rows = |n: u64| (2 * n) as i64;
-        let scales = self.k_pages.scales;
+        let scales = self.cache.k.scales;
         let mut params = Params {
             rows: [self.k.address, self.v.address],
             row_token_stride: [of_rows(self.k.token_stride), of_rows(self.v.token_stride)],
             row_head_stride: [of_rows(self.k.head_stride), of_rows(self.v.head_stride)],
-            pages: [self.k_pages.address, self.v_pages.address],
+            pages: [self.cache.k.address, self.cache.v.address],
             page_stride,
             token_stride,
             head_stride,
-            scales: [scales.address, self.v_pages.scales.address],
+            scales: [scales.address, self.cache.v.scales.address],
             scale_page_stride: scales.page_stride as i64,
             scale_token_stride: scales.token_stride as i64,
             scale_head_stride: scales.head_stride as i64,
             seqlens_k: self.seqlens_k,
             cu_seqlens_q: self.cu_seqlens_q.unwrap_or(0),
-            page_table: self.page_table,
+            page_table: self.cache.page_table,
             cos: self.rotary.map_or(0, |r| r.cos),
             sin: self.rotary.map_or(0, |r| r.sin),
             tokens: self.tokens as i32,
             heads: self.num_kv_heads as i32,
             batch: self.batch as i32,
             seqlen_q: (self.tokens / self.batch) as i32,
-            page_size: self.page_size as i32,
-            table_row: self.pages_max as i32,
-            num_pages: self.num_pages as i32,
+            page_size: self.cache.page_size as i32,
+            table_row: self.cache.pages_max as i32,
+            num_pages: self.cache.num_pages as i32,
             rotary: self.rotary.map_or(0, |r| r.dim as i32),
             interleaved: i32::from(self.rotary.is_some_and(|r| r.interleaved)),
         };

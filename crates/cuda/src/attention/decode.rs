@@ -3,6 +3,7 @@
 //! `kernels/attention/decode_cluster.cu` takes every case; `decode.cu` (here: the line) plain bf16 where that would read or merge too often.
 use super::append::AppendRows;
 use super::decode_cluster;
+use super::forward::Paged;
 use super::{Operand, decode_line};
 use crate::Error;
 use crate::driver::{Address, Gpu};
@@ -377,15 +378,17 @@ impl Decode {
         AppendRows {
             k: rows(new.k),
             v: rows(new.v),
-            k_pages: self.k,
-            v_pages: self.v,
+            cache: Paged {
+                k: self.k,
+                v: self.v,
+                page_table: self.page_table,
+                pages_max: self.fused.table_row.max(self.pages_max),
+                num_pages: self.num_pages,
+                page_size: self.page_size,
+            },
             kv_type: self.kv_type,
             seqlens_k: self.seqlens_k,
             cu_seqlens_q: None,
-            page_table: self.page_table,
-            pages_max: self.fused.table_row.max(self.pages_max),
-            num_pages: self.num_pages,
-            page_size: self.page_size,
             tokens: self.batch * self.seqlen_q,
             batch: self.batch,
             num_kv_heads: self.num_kv_heads,

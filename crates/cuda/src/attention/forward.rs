@@ -1,6 +1,6 @@
 //! Launch of `kernels/attention/forward.cu`: exact attention of packed sequences over contiguous or paged K and V.
 use super::Operand;
-use super::decode::Pages;
+use super::decode::{KvType, Pages};
 use crate::driver::{Address, Gpu};
 use crate::shapes::FORWARD;
 use crate::tensor_map::{TensorMap, encode};
@@ -41,6 +41,32 @@ pub struct Paged {
 }
 
 impl Paged {
+    /// Strides in bytes (pages, tokens, heads) for kernels that move `tokens` rows of `kv_type` in or out: `shape` is (tokens, num_kv_heads,
+    /// head_dim). Refuses what they do not count or copy.
+    pub(super) fn row_strides(&self, kv_type: KvType, shape: (u32, u32, u32)) -> Result<[i64; 3], Error> {
+        let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
+        let (tokens, heads, head_dim) = shape;
+        if ![64, 128, 256].contains(&head_dim) {
+            return bad("head_dim", head_dim.to_string(), "64, 128, 256");
+        }
+        if heads == 0 || heads > 1 << 16 || tokens > 1 << 30 {
+            let asked = format!("{heads} heads, {tokens} tokens");
+            return bad("num_kv_heads, tokens", asked, "1 to 2^16 heads, up to 2^30 tokens");
+        }
+        if self.page_size == 0 || self.num_pages > i32::MAX as u32 || self.pages_max > i32::MAX as u32 {
+            let asked = format!("{}, {}, {}", self.page_size, self.num_pages, self.pages_max);
+            return bad("page_size, num_pages, pages_max", asked, "a positive size, counts below 2^31");
+        }
+        if self.k.address == 0 || self.v.address == 0 {
+            return bad(
+                "k, v",
+                format!("{:#x}, {:#x}", self.k.address, self.v.address),
+                "pages on the device",
+            );
+        }
+        self.k.same_strides(&self.v, kv_type)
+    }
+
     /// Refuses a host copy of the page table (`[batch, pages_max]`) in which a page that the rows of `lens` see is not a
     /// page. The kernel itself reads zeros from such a page: wrong, but nothing of anybody else's.
     pub fn check_ids(&self, table: &[i32], lens: &[SeqLen], mask: &Mask) -> Result<(), Error> {

@@ -1,5 +1,6 @@
 //! Launch of `kernels/attention/unpack.cu`: quantised pages as bf16 rows one after another, for the 16-bit forward.
-use super::decode::{KvType, Pages};
+use super::decode::KvType;
+use super::forward::Paged;
 use crate::Error;
 use crate::driver::{Address, Gpu};
 use std::ffi::c_void;
@@ -7,10 +8,8 @@ use std::ffi::c_void;
 /// Everything one launch needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Unpack {
-    /// Quantised keys, with their scales.
-    pub k_pages: Pages,
-    /// As `k_pages`, with its strides.
-    pub v_pages: Pages,
+    /// Quantised keys and values with their scales, k and v with the same strides; a token whose page is not below `num_pages` is left out.
+    pub cache: Paged,
     /// Of the pages: not bf16.
     pub kv_type: KvType,
     /// `[tokens, num_kv_heads, head_dim]` bf16, contiguous: where keys go.
@@ -21,14 +20,6 @@ pub struct Unpack {
     pub cu_seqlens_k: Address,
     /// `[batch]` i32: the first token of each sequence that is written.
     pub starts: Address,
-    /// `[batch, pages_max]` i32. A token whose page is not below `num_pages` is not written.
-    pub page_table: Address,
-    /// Row length of the page table.
-    pub pages_max: u32,
-    /// Pages of each of k and v.
-    pub num_pages: u32,
-    /// Tokens a page.
-    pub page_size: u32,
     /// Of all sequences.
     pub tokens: u32,
     /// Sequences.
@@ -63,56 +54,40 @@ struct Params {
 }
 
 impl Unpack {
-    fn check(&self) -> Result<(), Error> {
-        let bad = |field, asked: String, supported| Err(Error::Unsupported { field, asked, supported });
-        if ![64, 128, 256].contains(&self.head_dim) {
-            return bad("head_dim", self.head_dim.to_string(), "64, 128, 256");
-        }
-        if self.kv_type == KvType::Bf16 {
-            return bad("kv_type", self.kv_type.name().into(), "e4m3, int8, int4");
-        }
-        if self.num_kv_heads == 0 || self.num_kv_heads > 1 << 16 || self.tokens > 1 << 30 {
-            let asked = format!("{} heads, {} tokens", self.num_kv_heads, self.tokens);
-            return bad("num_kv_heads, tokens", asked, "1 to 2^16 heads, up to 2^30 tokens");
-        }
-        if self.page_size == 0 || self.num_pages > i32::MAX as u32 || self.pages_max > i32::MAX as u32 {
-            let asked = format!("{}, {}, {}", self.page_size, self.num_pages, self.pages_max);
-            return bad("page_size, num_pages, pages_max", asked, "a positive size, counts below 2^31");
-        }
-        Ok(())
-    }
-
     /// Puts the kernel on the device's stream.
     ///
     /// # Safety
     /// Every address covers its shape until the stream has run the kernel.
     pub unsafe fn launch(&self, gpu: &Gpu) -> Result<(), Error> {
-        self.check()?;
-        let [page_stride, token_stride, head_stride] =
-            self.k_pages.same_strides(&self.v_pages, self.kv_type)?;
+        if self.kv_type == KvType::Bf16 {
+            let supported = "e4m3, int8, int4";
+            return Err(Error::Unsupported { field: "kv_type", asked: "bf16".into(), supported });
+        }
+        let shape = (self.tokens, self.num_kv_heads, self.head_dim);
+        let [page_stride, token_stride, head_stride] = self.cache.row_strides(self.kv_type, shape)?;
         if self.tokens == 0 || self.batch == 0 {
             return Ok(());
         }
-        let scales = self.k_pages.scales;
+        let scales = self.cache.k.scales;
         let mut params = Params {
-            pages: [self.k_pages.address, self.v_pages.address],
+            pages: [self.cache.k.address, self.cache.v.address],
             page_stride,
             token_stride,
             head_stride,
-            scales: [scales.address, self.v_pages.scales.address],
+            scales: [scales.address, self.cache.v.scales.address],
             scale_page_stride: scales.page_stride as i64,
             scale_token_stride: scales.token_stride as i64,
             scale_head_stride: scales.head_stride as i64,
             rows: [self.k, self.v],
             cu_seqlens_k: self.cu_seqlens_k,
             starts: self.starts,
-            page_table: self.page_table,
+            page_table: self.cache.page_table,
             tokens: self.tokens as i32,
             heads: self.num_kv_heads as i32,
             batch: self.batch as i32,
-            page_size: self.page_size as i32,
-            table_row: self.pages_max as i32,
-            num_pages: self.num_pages as i32,
+            page_size: self.cache.page_size as i32,
+            table_row: self.cache.pages_max as i32,
+            num_pages: self.cache.num_pages as i32,
         };
         let kernel = gpu.kernel("unpack", &format!("unpack_{}_{}", self.head_dim, self.kv_type.name()), 0)?;
         let pieces = 2 * u64::from(self.tokens) * u64::from(self.num_kv_heads) * u64::from(self.head_dim / 8);

@@ -241,12 +241,11 @@ fn forward_kernel(p: &Problem, seqs: &[SeqLen], device: Device, shape: ForwardSh
 fn unpacking_kernel(p: &Problem, seqs: &[SeqLen], (device, whole): (Device, bool)) -> Fits<Kernel> {
     let (sixteen, kv_type) = unpacked(p)?;
     let parts = Problem { batch_invariant: p.batch_invariant || !whole, ..sixteen };
-    match forward_kernel(&parts, seqs, device, forward_shape(&sixteen)?) {
-        Kernel::Forward { shape, function, pack_gqa, splits, .. } => {
-            Ok(Kernel::Forward { shape, function, pack_gqa, splits, unpacks: Some(kv_type) })
-        }
-        other => Ok(other),
+    let mut kernel = forward_kernel(&parts, seqs, device, forward_shape(&sixteen)?);
+    if let Kernel::Forward { unpacks, .. } = &mut kernel {
+        *unpacks = Some(kv_type);
     }
+    Ok(kernel)
 }
 
 fn has_more(p: &Problem) -> bool {

@@ -393,14 +393,19 @@ impl Call<'_> {
                 k: operand(a.k, (a.k_strides.token, a.k_strides.head)),
                 v: operand(a.v, (a.v_strides.token, a.v_strides.head)),
             },
-            KvLayout::Paged { page_size } => KeysValues::Paged(Paged {
-                k: self.pages(a.k, a.k_strides, a.kv_scales.k),
-                v: self.pages(a.v, a.v_strides, a.kv_scales.v),
-                page_table: self.base + self.layout.table,
-                pages_max: self.plan.pages_max() as u32,
-                num_pages: self.num_pages(),
-                page_size: page_size as u32,
-            }),
+            KvLayout::Paged { page_size } => KeysValues::Paged(self.paged(page_size)),
+        }
+    }
+
+    fn paged(&self, page_size: usize) -> Paged {
+        let a = self.args;
+        Paged {
+            k: self.pages(a.k, a.k_strides, a.kv_scales.k),
+            v: self.pages(a.v, a.v_strides, a.kv_scales.v),
+            page_table: self.base + self.layout.table,
+            pages_max: self.plan.pages_max() as u32,
+            num_pages: self.num_pages(),
+            page_size: page_size as u32,
         }
     }
 
@@ -459,9 +464,12 @@ impl Call<'_> {
 
     /// Each group's pages become rows in the workspace, which its forward reads: lengths and first keys of all groups are copied over.
     fn unpacked(&self, gpu: &Gpu, kv_type: KvType) -> Result<Launch, Error> {
-        let (a, p, seqs) = (self.args, &self.plan.problem, &self.plan.seqs);
+        let (p, seqs) = (&self.plan.problem, &self.plan.seqs);
         let (heads, dim) = (p.heads.num_kv_heads, p.heads.head_dim_qk);
-        let page_size = if let KvLayout::Paged { page_size } = p.kv { page_size as u32 } else { 0 };
+        let KvLayout::Paged { page_size } = p.kv else {
+            return refuse("kv", p.kv, "pages of quantised numbers");
+        };
+        let cache = self.paged(page_size);
         let rows = [0, super::unpack::tokens_max(self.plan.limits)]
             .map(|token| self.base + self.layout.rows + (2 * token * heads * dim) as u64);
         let of_rows =
@@ -477,19 +485,14 @@ impl Call<'_> {
                 sum + s.seqlen_k as i32
             }) as u32;
             let most = |of: fn(&suanpan_base::SeqLen) -> usize| mine.iter().map(of).max().unwrap_or(0) as u32;
-            let table = self.base + self.layout.table + 4 * first * self.plan.pages_max() as u64;
+            let page_table = cache.page_table + 4 * first * u64::from(cache.pages_max);
             let unpack = Unpack {
-                k_pages: self.pages(a.k, a.k_strides, a.kv_scales.k),
-                v_pages: self.pages(a.v, a.v_strides, a.kv_scales.v),
+                cache: Paged { page_table, ..cache },
                 kv_type,
                 k: rows[0],
                 v: rows[1],
                 cu_seqlens_k: cu_k,
                 starts: self.base + self.layout.lens_k + 4 * first,
-                page_table: table,
-                pages_max: self.plan.pages_max() as u32,
-                num_pages: self.num_pages(),
-                page_size,
                 tokens,
                 batch: mine.len() as u32,
                 num_kv_heads: heads as u32,

@@ -6,6 +6,7 @@ use suanpan_cuda::Error;
 use suanpan_cuda::attention::Operand;
 use suanpan_cuda::attention::append::AppendRows;
 use suanpan_cuda::attention::decode::{self, Fused, KvType, Pages, Rotary};
+use suanpan_cuda::attention::forward::Paged;
 use suanpan_cuda::driver::Gpu;
 use suanpan_cuda::testing::{Buffer, Rng, from_bits, to_bits};
 
@@ -191,15 +192,17 @@ fn upload_rows(gpu: &Gpu, s: &Shape, host: &Host) -> Result<OnDevice, Error> {
     let launch = AppendRows {
         k: operand(&rows[0]),
         v: operand(&rows[1]),
-        k_pages: pages(0),
-        v_pages: pages(1),
+        cache: Paged {
+            k: pages(0),
+            v: pages(1),
+            page_table: table.address,
+            pages_max: host.pages_max as u32,
+            num_pages: host.num_pages as u32,
+            page_size: s.page_size as u32,
+        },
         kv_type: s.kv_type,
         seqlens_k: lens.address,
         cu_seqlens_q: Some(cu.address),
-        page_table: table.address,
-        pages_max: host.pages_max as u32,
-        num_pages: host.num_pages as u32,
-        page_size: s.page_size as u32,
         tokens: s.lens.iter().map(|l| l.0 as u32).sum(),
         batch: s.lens.len() as u32,
         num_kv_heads: s.heads as u32,
@@ -232,7 +235,9 @@ fn one(gpu: &Gpu, report: &mut Report, s: &Shape) -> Result<(), Error> {
     let zeros = vec![0u8; host.want[0].0.len()];
     device.pools[0].write(0, &zeros)?;
     // SAFETY: as above.
-    unsafe { AppendRows { num_pages: 0, ..device.launch }.launch(gpu)? };
+    unsafe {
+        AppendRows { cache: Paged { num_pages: 0, ..device.launch.cache }, ..device.launch }.launch(gpu)?
+    };
     gpu.synchronize()?;
     let same = device.pools[0].read::<u8>(0, zeros.len())? == zeros;
     report.line(same, &format!("{}: nothing is written past the last page", s.name()), String::new());
