@@ -68,13 +68,13 @@ fn check(a: &Header, b: &Header, named: &[String]) -> Result<Vec<String>, EvalEr
 
 /// Compares the runs in two folders. `named` are the conditions that may differ.
 ///
-/// Errors: another pack, a run whose report says that it is invalid (a failed read-proof, items without an answer), conditions that differ without being named or are named without differing, one item with two
-/// prompts.
+/// Errors: another pack, a run whose report says that it is invalid (a failed read-proof, items without an answer), conditions that differ
+/// without being named or are named without differing, one item with two prompts.
 pub fn compare(folder_a: &Path, folder_b: &Path, named: &[String]) -> Result<Comparison, EvalError> {
     let ((header_a, a), (header_b, b)) = (read(folder_a)?, read(folder_b)?);
     let differing = check(&header_a, &header_b, named)?;
     for (folder, name) in [(folder_a, "A"), (folder_b, "B")] {
-        if let Some(why) = report::summary::build(folder)?.invalid.first() {
+        if let Some(why) = report::summary::why_invalid(folder)?.first() {
             return Err(EvalError::bad(format!("run {name}"), format!("invalid: {why}"), "two valid runs"));
         }
     }

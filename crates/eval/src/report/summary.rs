@@ -153,14 +153,27 @@ fn read(folder: &Path) -> Result<Rows, EvalError> {
     Ok(rows)
 }
 
+fn read_run(folder: &Path) -> Result<(Header, Rows), EvalError> {
+    let header = log::read_header(folder)?.ok_or_else(|| {
+        EvalError::bad("folder", folder.display(), "the folder of a run, with its run.json")
+    })?;
+    Ok((header, read(folder)?))
+}
+
+/// Why no number of the run in `folder` may be used; empty where they may.
+///
+/// Errors: as [`build`].
+pub fn why_invalid(folder: &Path) -> Result<Vec<String>, EvalError> {
+    let (header, rows) = read_run(folder)?;
+    let serving = serve(&rows.all.iter().collect::<Vec<_>>(), &header);
+    Ok(invalid(&header, &rows, &serving))
+}
+
 /// Reads a run's folder.
 ///
 /// Errors: no run there, or files that do not read as one.
 pub fn build(folder: &Path) -> Result<Report, EvalError> {
-    let header = log::read_header(folder)?.ok_or_else(|| {
-        EvalError::bad("folder", folder.display(), "the folder of a run, with its run.json")
-    })?;
-    let rows = read(folder)?;
+    let (header, rows) = read_run(folder)?;
     let spec = &header.spec;
     let groups = group(&header, &rows);
     let cells: Vec<CellScore> = groups.iter().map(|(key, rows)| cell_score(&header, *key, rows)).collect();
