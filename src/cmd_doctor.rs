@@ -70,7 +70,11 @@ fn features(machine: &Machine) -> Vec<Feature> {
         ),
         feature("hf: models", true, hub),
         feature("cuda", false, cuda()),
-        feature("mpi", false, "this version has no parallel room".into()),
+        feature(
+            "mpi",
+            false,
+            "for `suanpan-ranks` of crates/parallel alone: serving runs on one rank".into(),
+        ),
         feature(
             "quantised KV cache",
             true,
