@@ -25,7 +25,7 @@ def main():
         arguments, options = arguments[:at], arguments[at + 1:]
     bench = [arguments[0], "bench", "attn", "--device", "cuda", "--repeats", "0", "--json", *options]
     rows = json.loads(subprocess.run(bench, check=True, capture_output=True, text=True).stdout)["rows"]
-    ncu = ["ncu", "--clock-control", "none", "--csv", "--metrics", f"{READ},{WRITE}", "-k", "regex:^(forward|decode)", *bench]
+    ncu = ["ncu", "--clock-control", "none", "--csv", "--metrics", f"{READ},{WRITE}", "-k", "regex:^(forward|decode|unpack|rows_|append)", *bench]
     text = subprocess.run(ncu, check=True, capture_output=True, text=True).stdout
     lines = [line for line in text.splitlines() if line.startswith('"')]
     counted = {}

@@ -18,7 +18,7 @@ struct Fp8Chosen {
 };
 
 struct Fp8Scales {  // of a (sequence, kv head), over pages of a (page, kv head); or null: 1
-  const float* q;       // [batch, num_kv_heads]
+  const float* q;       // [num_q_heads, total_q]: one a row, so that a row's bits know nothing of its neighbours
   const float* k;       // strides below, in elements: 0 repeats a scale
   const float* v;
   long long outer_stride;  // from sequence to sequence, or from page to page
@@ -298,12 +298,14 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         continue;
       }
       const Part mine = part_of<BN, MODE>(p, t, row0, rows);
-      const int unit = t.batch * p.num_kv_heads + t.kv_head;
-      float factor = 1.f;
-      if (scales.q) factor = scales.q[unit];
       const long long kv_scale = t.batch * scales.outer_stride + t.kv_head * scales.head_stride;
-      if (!per_page && scales.k) factor *= scales.k[kv_scale];
-      const float scale_log2 = p.scale_log2 * factor;
+      const float factor = p.scale_log2 * (!per_page && scales.k ? scales.k[kv_scale] : 1.f);
+      float scale_log2[2] = {factor, factor};
+      if (scales.q) {
+        const float* const of_rows = scales.q + (long long)t.head * p.total_q + t.q0 + row0;
+        for (int h = 0; h < 2; ++h)
+          if (row_in_wg + 8 * h < rows) scale_log2[h] *= of_rows[row_in_wg + 8 * h];
+      }
       float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
 #pragma unroll
       for (int c = 0; c < kSums; ++c)
@@ -374,8 +376,8 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
             float m = fmaxf(fmaxf(mx[h][0], mx[h][1]), row_max[h]);
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-            corr[h] = m == -INFINITY ? 1.f : exp2_fast((row_max[h] - m) * scale_log2);
-            off[h] = m == -INFINITY ? 0.f : m * scale_log2 - kPLog2;
+            corr[h] = m == -INFINITY ? 1.f : exp2_fast((row_max[h] - m) * scale_log2[h]);
+            off[h] = m == -INFINITY ? 0.f : m * scale_log2[h] - kPLog2;
             row_max[h] = m;
           }
         }
@@ -391,7 +393,7 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         row_sum[1] *= corr[1];
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
-          s[i] = exp2_fast(fmaf(s[i], scale_log2, -off[(i >> 1) & 1]));
+          s[i] = exp2_fast(fmaf(s[i], scale_log2[(i >> 1) & 1], -off[(i >> 1) & 1]));
           row_sum[(i >> 1) & 1] += s[i];
           // A sum of exponentials is not negative, which the assembler does not know: it has to have them first.
           if (S::kToken >= 6 && i == (S::kToken == 6 ? 63 : S::kToken == 7 ? 47 : 31))
@@ -451,7 +453,7 @@ __device__ __forceinline__ void fp8_body(const CUtensorMap* q_map, const CUtenso
         if (row >= t.len_q) continue;  // the next rows belong to another sequence
         if ((lane & 3) == 0)
           p.lse[(long long)t.head * p.total_q + t.q0 + row] =
-              sum > 0.f ? (row_max[h] * scale_log2 - kPLog2) * 0.69314718f + logf(sum) : -INFINITY;
+              sum > 0.f ? (row_max[h] * scale_log2[h] - kPLog2) * 0.69314718f + logf(sum) : -INFINITY;
         uint16_t* to = (uint16_t*)p.o + (long long)(t.q0 + row) * p.o_token_stride + t.head * p.o_head_stride + 4 * (lane & 3);
 #pragma unroll
         for (int c = 0; c < kSums; ++c)

@@ -15,9 +15,9 @@ pub struct ForwardFp8 {
     pub attention: Forward,
     /// q and k hold integers of 8 bits in two's complement (their products are exact) instead of e4m3; v is e4m3 always.
     pub int8_keys: bool,
-    /// `[batch, num_kv_heads]` f32: what q's elements of the heads on that kv head are multiplied by; none is 1.
+    /// `[num_q_heads, total_q]` f32: what a row of q is multiplied by; none is 1.
     pub q_scales: Option<Address>,
-    /// The same for packed k, with the strides below. Pages bring theirs: one a page and kv head, no token stride.
+    /// What packed k of a (sequence, kv head) is multiplied by, with the strides below; none is 1. Pages bring theirs: one a page and kv head, no token stride.
     pub k_scales: Option<Address>,
     /// As k's.
     pub v_scales: Option<Address>,

@@ -91,10 +91,11 @@ pub(super) fn device(plan: &Plan) -> Entry {
         }
         entry.flops = predicted(plan, len).flops;
         if let Some(Kernel::ForwardFp8 { .. }) = plan.choice.as_ref().map(|c| c.kernel) {
-            // q is read twice in 16 bits, for its maximum and to be rounded, and written and read in 8.
-            let rows = (len.seqlen_q * p.heads.num_q_heads * p.heads.head_dim_qk) as u64;
-            entry.device_read_bytes += 3 * rows;
-            entry.device_write_bytes += rows;
+            // q is read in 16 bits, written in 8 beside a scale a row, and read so.
+            let rows = (len.seqlen_q * p.heads.num_q_heads) as u64;
+            let eight = rows * (p.heads.head_dim_qk as u64 + 4);
+            entry.device_read_bytes += eight;
+            entry.device_write_bytes += eight;
         }
         sum += entry;
     }

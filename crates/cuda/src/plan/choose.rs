@@ -107,10 +107,6 @@ pub(super) fn fp8_shape(p: &Problem) -> Fits<Fp8Shape> {
     if p.kv_scales == ScaleGrain::Token {
         return refuse("kv_scales", p.kv_scales, "none, one a tensor, head or page in the e4m3 forward");
     }
-    if p.batch_invariant {
-        // One scale for all of a sequence's queries that come in a call.
-        return refuse("batch_invariant", true, "false in the e4m3 forward: q's scale is the call's");
-    }
     if ![Mask::FULL, Mask::CAUSAL].contains(&p.mask) || !plain(p) {
         return refuse("mask, scores", format!("{}{}", p.mask, p.scores), "full and causal, plain scores");
     }

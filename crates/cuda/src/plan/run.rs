@@ -8,7 +8,7 @@ use crate::attention::Operand;
 use crate::attention::decode::{self, Decode, KvType, Pages};
 use crate::attention::forward::{self, Forward, KeysValues, Paged, Splits, Tree};
 use crate::attention::forward_fp8::ForwardFp8;
-use crate::attention::quantise::Quantise;
+use crate::attention::quantise::{Grain, Quantise};
 use crate::attention::unpack::Unpack;
 use crate::driver::{Address, Gpu, Memory};
 use crate::{Dtype, Error};
@@ -129,7 +129,7 @@ impl Layout {
         let (p, l) = (&plan.problem, plan.limits);
         let seqs = l.max_seqs as u64;
         let fp8 = super::choose::fp8_shape(p).is_ok();
-        let codes = if fp8 { l.max_total_q * p.heads.num_q_heads * p.heads.head_dim_qk } else { 0 };
+        let q_rows = if fp8 { l.max_total_q * p.heads.num_q_heads } else { 0 };
         let rows = if super::choose::unpacked(p).is_ok() { super::unpack::bytes(p, l) } else { 0 };
         let mut at = 256; // the counter of tiles comes first
         let mut take = |bytes: u64| {
@@ -142,8 +142,8 @@ impl Layout {
             cu_k: take(4 * (2 * seqs + 1)), // of groups that each begin at 0
             lens_k: take(4 * seqs),
             table: take(4 * seqs * plan.pages_max() as u64),
-            scales: take(4 * seqs * p.heads.num_kv_heads as u64),
-            codes: take(codes as u64),
+            scales: take(4 * q_rows as u64),
+            codes: take((q_rows * p.heads.head_dim_qk) as u64),
             parts: take(super::choose::forward_partial_bytes(p, plan.device, l.max_total_q)),
             rows: take(rows as u64),
             partial: 0,
@@ -541,11 +541,9 @@ impl Call<'_> {
             x: self.q(),
             codes,
             scales,
-            cu_seqlens: self.base + self.layout.cu_q,
+            grain: Grain::Row,
             tokens: attention.total_q,
             heads: attention.num_q_heads,
-            group_size: p.heads.group_size() as u32,
-            batch: attention.batch,
             head_dim: dim as u32,
             rotate: a.key_codes.rotated,
             int8: a.key_codes.int8,

@@ -49,13 +49,13 @@ impl Asked {
         }
     }
 
-    /// The same over numbers of 8 bits without scales.
-    fn fp8_of(&self, attention: Forward) -> ForwardFp8 {
+    /// The same over numbers of 8 bits: a scale a row of q, none of k and v.
+    fn fp8_of(&self, attention: Forward, q_scales: &Buffer) -> ForwardFp8 {
         let int8_keys = self.int8_keys;
         ForwardFp8 {
             attention,
             int8_keys,
-            q_scales: None,
+            q_scales: Some(q_scales.address),
             k_scales: None,
             v_scales: None,
             kv_scale_strides: (0, 0),
@@ -238,7 +238,8 @@ pub fn cell(gpu: &Gpu, how: (usize, &str), dims: u32, seqlen: u32, name: &str) -
         pack_gqa: layout.0,
         splits: layout.1.map(|count| Splits { count, partial: partial.address }),
     };
-    let fp8 = asked.fp8_of(f);
+    let ones = Buffer::from_slice(gpu, &vec![1f32; if asked.fp8 { rows as usize } else { 0 }])?;
+    let fp8 = asked.fp8_of(f, &ones);
     // SAFETY: the buffers cover the shapes and live past the synchronisation inside `time_us`.
     let launch = || unsafe { if asked.fp8 { fp8.launch(gpu) } else { f.launch(gpu) } };
     report(gpu, how, launch, &asked, (dims, name), (batch, seqlen, heads, dim + dim_v))

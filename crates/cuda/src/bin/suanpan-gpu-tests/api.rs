@@ -5,7 +5,7 @@ use suanpan_attn::reference::{Spec, attention_f64};
 use suanpan_attn::{BiasStrides, DropoutKey, KvLayout, Limits, Problem, Scores, Strides};
 use suanpan_base::{Buf, DType, HeadShape, Mask, ScaleGrain, SeqLen};
 use suanpan_cuda::attention::Operand;
-use suanpan_cuda::attention::quantise::Quantise;
+use suanpan_cuda::attention::quantise::{Grain, Quantise};
 use suanpan_cuda::driver::Gpu;
 use suanpan_cuda::plan::{
     Args, Bias, Bound, Device, Extras, KeyCodes, Plan, Scales, Slower, View, Workspace, run,
@@ -33,9 +33,10 @@ fn numbers(rng: &mut Rng, n: usize) -> (Vec<u16>, Vec<f64>) {
 }
 
 /// K or V as the device and the oracle have them: `[tokens, num_kv_heads, head_dim]` of all sequences.
-struct Stored {
-    bytes: Vec<u8>,
-    scales: Vec<f32>,
+#[derive(Clone)]
+pub struct Stored {
+    pub bytes: Vec<u8>,
+    pub scales: Vec<f32>,
     values: Vec<f64>,
 }
 
@@ -96,10 +97,11 @@ fn paged(x: &Stored, lens: &[SeqLen], page_size: usize) -> (Vec<u8>, Vec<f32>, V
 const KEY: DropoutKey = DropoutKey { seed: 77, first_seq: 2, first_head: 1, first_row: 9, first_key: 4 };
 
 /// A call's numbers on the host.
-struct Call {
-    q: Vec<u16>,
-    k: Stored,
-    v: Stored,
+#[derive(Clone)]
+pub struct Call {
+    pub q: Vec<u16>,
+    pub k: Stored,
+    pub v: Stored,
     bias: Vec<f32>,
     bias_strides: BiasStrides,
     slopes: Vec<f32>,
@@ -107,7 +109,7 @@ struct Call {
 }
 
 impl Call {
-    fn new(p: &Problem, lens: &[SeqLen]) -> Call {
+    pub fn new(p: &Problem, lens: &[SeqLen]) -> Call {
         let (h, mut rng) = (p.heads, Rng::new(42));
         let total = |of: fn(&SeqLen) -> usize| lens.iter().map(of).sum::<usize>();
         let most = |of: fn(&SeqLen) -> usize| lens.iter().map(of).max().unwrap_or(0);
@@ -161,7 +163,7 @@ impl Call {
 }
 
 /// The same on the device.
-struct OnDevice {
+pub struct OnDevice {
     q: Buffer,
     k: (Buffer, usize),
     v: (Buffer, usize),
@@ -172,12 +174,12 @@ struct OnDevice {
     bias: Buffer,
     slopes: Buffer,
     sinks: Buffer,
-    out: Buffer,
-    lse: Buffer,
+    pub out: Buffer,
+    pub lse: Buffer,
 }
 
 impl OnDevice {
-    fn new(gpu: &Gpu, p: &Problem, lens: &[SeqLen], c: &Call) -> Result<OnDevice, Error> {
+    pub fn new(gpu: &Gpu, p: &Problem, lens: &[SeqLen], c: &Call) -> Result<OnDevice, Error> {
         let page_size = match p.kv {
             KvLayout::Contiguous => 0,
             KvLayout::Paged { page_size } => page_size,
@@ -205,7 +207,7 @@ impl OnDevice {
         })
     }
 
-    fn args(&self, p: &Problem, c: &Call) -> Args<'_> {
+    pub fn args(&self, p: &Problem, c: &Call) -> Args<'_> {
         let (h, d, page) = (p.heads, p.heads.head_dim_qk, self.page_size);
         let kv = Strides { token: h.num_kv_heads * d, head: d, page: page * h.num_kv_heads * d };
         let scale_strides = match p.kv_scales {
@@ -407,11 +409,9 @@ fn rounded(gpu: &Gpu, x: &[u16], (heads, d): (usize, usize), codes: KeyCodes) ->
         x: Operand { address: bits.address, token_stride: (heads * d) as u64, head_stride: d as u64 },
         codes: out.codes.address,
         scales: out.scales.address,
-        cu_seqlens: cu.address,
+        grain: Grain::Sequence { group_size: 1, cu_seqlens: cu.address, batch: 1 },
         tokens: tokens as u32,
         heads: heads as u32,
-        group_size: 1,
-        batch: 1,
         head_dim: d as u32,
         rotate: codes.rotated,
         int8: codes.int8,

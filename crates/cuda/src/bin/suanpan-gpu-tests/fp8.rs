@@ -64,18 +64,31 @@ struct Inputs {
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scales: [Vec<f32>; 3], // of q, k, v: [batch, num_kv_heads], k's and v's over pages [num_pages, num_kv_heads]
+    q_scales: Vec<f32>,    // [num_q_heads, total_q]
+    scales: [Vec<f32>; 2], // of k and v: [batch, num_kv_heads], over pages [num_pages, num_kv_heads]
     ids: Vec<Vec<usize>>,  // pages of each sequence
 }
 
 impl Inputs {
-    /// Scale of q, k or v for the keys at `token` of sequence `b`.
+    /// Scale of k or v at `token` of sequence `b`.
     fn scale(&self, c: &Case, which: usize, (b, token): (usize, usize), kv_head: usize) -> f64 {
         let outer = match c.page_size {
-            Some(page_size) if which > 0 => self.ids[b][token / page_size],
-            _ => b,
+            Some(page_size) => self.ids[b][token / page_size],
+            None => b,
         };
         if c.scaled { f64::from(self.scales[which][outer * c.heads.1 + kv_head]) } else { 1.0 }
+    }
+
+    /// V's scale at `token` as a part of the largest of its tile of 128 keys: over pages it goes into P before P is rounded, since a sum over
+    /// keys cannot have it afterwards. Then not even a row of one key has a P without rounding.
+    fn part(&self, c: &Case, (b, token): (usize, usize), kv_head: usize) -> f64 {
+        if c.page_size.is_none() || !c.scaled {
+            return 1.0;
+        }
+        let tile = token / 128 * 128;
+        let of = |j| self.scale(c, 1, (b, j), kv_head).abs();
+        let top = (tile..c.lens[b].1.min(tile + 128)).map(of).fold(0.0, f64::max);
+        if top > 0.0 { self.scale(c, 1, (b, token), kv_head) / top } else { 0.0 }
     }
 }
 
@@ -95,18 +108,18 @@ fn inputs(c: &Case, seed: u64) -> Inputs {
     }
     let mut order = order.into_iter();
     let ids = counts.map(|n| order.by_ref().take(n).collect()).collect();
-    let mut scales = [0.7, 1.3, 0.02].map(|around| {
-        let outer = if c.page_size.is_some() { num_pages } else { c.lens.len() };
-        (0..outer.max(c.lens.len()) * c.heads.1)
-            .map(|_| around * (1.0 + 0.3 * rng.normal().clamp(-2.0, 2.0)))
-            .collect::<Vec<f32>>()
-    });
+    let mut draw = |around: f32, n: usize| {
+        (0..n).map(|_| around * (1.0 + 0.3 * rng.normal().clamp(-2.0, 2.0))).collect::<Vec<f32>>()
+    };
+    let outer = if c.page_size.is_some() { num_pages } else { c.lens.len() };
+    let q_scales = draw(0.7, c.heads.0 * total_q);
+    let mut scales = [1.3, 0.02].map(|around| draw(around, outer * c.heads.1));
     if c.page_size.is_some() {
         // Pages of V that differ by factors of a hundred, and one in ten of zeros.
         let factor = |rng: &mut Rng| if rng.below(10) == 0 { 0.0 } else { 0.5f32.powi(rng.below(8) as i32) };
-        scales[2].iter_mut().for_each(|x| *x *= factor(&mut rng));
+        scales[1].iter_mut().for_each(|x| *x *= factor(&mut rng));
     }
-    Inputs { q, k, v, scales, ids }
+    Inputs { q, k, v, q_scales, scales, ids }
 }
 
 /// Pages that no sequence has: NaN, with scales of NaN.
@@ -169,8 +182,8 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
     let lse = Buffer::new(gpu, total_q * c.heads.0 * 4)?;
     lse.fill(gpu, 0x7fc0_0000)?;
     let counter = Buffer::from_slice(gpu, &[0u32; 2])?;
-    let [qs, ks, vs] = [0, 1, 2].map(|i| Buffer::from_slice(gpu, &x.scales[i]));
-    let (qs, ks, vs) = (qs?, ks?, vs?);
+    let of = |scales: &[f32]| Buffer::from_slice(gpu, scales);
+    let (qs, ks, vs) = (of(&x.q_scales)?, of(&x.scales[0])?, of(&x.scales[1])?);
     let (kv, _held) = if c.page_size.is_some() {
         paged(gpu, c, x, [&ks, &vs])?
     } else {
@@ -216,9 +229,9 @@ fn run(gpu: &Gpu, c: &Case, x: &Inputs) -> Result<Output, Error> {
     Ok(Output { o: o.read(0, total_q * o_stride)?, lse: lse.read(0, total_q * c.heads.0)? })
 }
 
-/// The oracle in f64 on the values that the bytes stand for, and plain e4m3 attention: P of the row's maximum, times 2^8, in
+/// The oracle in f64 on the values that the bytes stand for, and plain e4m3 attention: P of the row's maximum, times 2^8 and V's part, in
 /// e4m3, everything else exact.
-fn reference(scores: &[f64], values: &[Vec<f64>], dim: usize) -> RowResult {
+fn reference(scores: &[f64], values: &[Vec<f64>], parts: &[f64], dim: usize) -> RowResult {
     if scores.is_empty() {
         return RowResult { oracle: vec![0.0; dim], lse: f64::NEG_INFINITY, plain: vec![0.0; dim] };
     }
@@ -234,10 +247,11 @@ fn reference(scores: &[f64], values: &[Vec<f64>], dim: usize) -> RowResult {
         o
     };
     let bf16 = |x: f64| f64::from(from_bits(Dtype::Bf16, to_bits(Dtype::Bf16, x as f32)));
-    let plain = mix(&|j| f64::from(from_e4m3(to_e4m3((p[j] * 256.0) as f32))) / 256.0)
-        .into_iter()
-        .map(bf16)
-        .collect();
+    let rounded = |j: usize| {
+        let factor = 256.0 * parts[j];
+        if factor == 0.0 { 0.0 } else { f64::from(from_e4m3(to_e4m3((p[j] * factor) as f32))) / factor }
+    };
+    let plain = mix(&rounded).into_iter().map(bf16).collect();
     RowResult { oracle: mix(&|j| p[j]), lse: max + sum.ln(), plain }
 }
 
@@ -269,16 +283,18 @@ fn check(c: &Case, x: &Inputs, out: &Output) -> Errors {
         let kv = h / (c.heads.0 / c.heads.1);
         let (t, k0) = (cu_q[b] as usize + i, cu_k[b] as usize);
         let keys = c.mask.visible(SeqLen::new(c.lens[b].0, c.lens[b].1), i).run;
-        let of_q = f64::from(1.0 / (c.dim as f32).sqrt()) * x.scale(c, 0, (b, 0), kv);
-        let factor = |j: usize| of_q * x.scale(c, 1, (b, j), kv);
+        let row_scale = if c.scaled { f64::from(x.q_scales[h * total_q + t]) } else { 1.0 };
+        let of_q = f64::from(1.0 / (c.dim as f32).sqrt()) * row_scale;
+        let factor = |j: usize| of_q * x.scale(c, 0, (b, j), kv);
         let q: Vec<f64> = x.q.row(t, h).collect();
         let dot = |j: usize| q.iter().zip(x.k.row(k0 + j, kv)).map(|(a, b)| a * b).sum::<f64>();
         let scores: Vec<f64> = keys.clone().map(|j| factor(j) * dot(j)).collect();
+        let parts: Vec<f64> = keys.clone().map(|j| x.part(c, (b, j), kv)).collect();
         let values: Vec<Vec<f64>> =
-            keys.map(|j| x.v.row(k0 + j, kv).map(|v| v * x.scale(c, 2, (b, j), kv)).collect()).collect();
+            keys.map(|j| x.v.row(k0 + j, kv).map(|v| v * x.scale(c, 1, (b, j), kv)).collect()).collect();
         let at = t * stride + h * c.dim;
         let o: Vec<f32> = out.o[at..at + c.dim].iter().map(|x| from_bits(Dtype::Bf16, *x)).collect();
-        let row = reference(&scores, &values, c.dim);
+        let row = reference(&scores, &values, &parts, c.dim);
         let unsure = c.mask.visible(SeqLen::new(c.lens[b].0, c.lens[b].1), i).run;
         // Products of integers are exact.
         let unsure = unsure.map(|j| factor(j) * sum_uncertainty(&q, x.k.row(k0 + j, kv))).fold(0.0, f64::max)

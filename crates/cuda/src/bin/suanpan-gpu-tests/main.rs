@@ -8,6 +8,7 @@ mod decode_mla;
 mod features;
 mod forward;
 mod fp8;
+mod invariant;
 mod lengths;
 
 use suanpan_cuda::Error;
@@ -46,9 +47,9 @@ impl Report {
     }
 }
 
-const ALL: &str = "api,lengths,forward,features,fp8,decode,fused,append,latent";
+const ALL: &str = "api,invariant,lengths,forward,features,fp8,decode,fused,append,latent";
 const USAGE: &str = "usage: suanpan-gpu-tests [--what PART,..] [--small] [--cubin-dir DIR]
-  --what       parts to run, of api,lengths,forward,features,fp8,decode,fused,append,latent (default: all)
+  --what       parts to run, of api,invariant,lengths,forward,features,fp8,decode,fused,append,latent (default: all)
   --small      a few short cases of each kind, for compute-sanitizer
   --cubin-dir  kernels of the same names from there instead of the embedded ones";
 
@@ -76,6 +77,9 @@ fn main() -> Result<(), Error> {
     let mut report = Report { failed: 0, run: 0, small };
     if what.contains("api") {
         api::test(&gpu, &mut report)?;
+    }
+    if what.contains("invariant") {
+        invariant::test(&gpu, &mut report)?;
     }
     if what.contains("lengths") {
         lengths::test(&gpu, &mut report)?;
