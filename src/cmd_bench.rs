@@ -309,6 +309,7 @@ fn lane(args: &ModelArgs) -> anyhow::Result<Lane> {
             precision: options.precision,
             kv_dtype: options.kv_cache_dtype,
             kv_spared: options.kv_cache_dtype_skip_layers,
+            kv_near: options.kv_cache_near,
             batch_invariant: options.batch_invariant,
             threads,
             max_tokens: options.max_num_batched_tokens,
@@ -317,7 +318,7 @@ fn lane(args: &ModelArgs) -> anyhow::Result<Lane> {
             page_size: options.page_size,
         },
     )?;
-    let kv = KvStorage::new(&exec.kv_layers(), longest.div_ceil(options.page_size), options.page_size)?;
+    let kv = exec.kv_storage(longest.div_ceil(options.page_size), None)?;
     let vocab = exec.model().config.vocab_size;
     let tokens = (0..longest).map(|i| (i.wrapping_mul(2_654_435_761) % vocab) as u32).collect();
     Ok(Lane { exec, kv, batch: StepBatch::default(), tokens, books: AttnBooks::default() })

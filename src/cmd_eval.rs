@@ -132,6 +132,7 @@ impl Lane {
                 precision: suanpan_ops::Precision::Int16,
                 kv_dtype: dtype,
                 kv_spared: args.kv_cache_dtype_skip_layers.unwrap_or_default(),
+                kv_near: args.near(),
                 batch_invariant: false,
                 threads,
                 max_tokens: args.every.max(256),
@@ -140,7 +141,7 @@ impl Lane {
                 page_size: args.block_size,
             },
         )?;
-        let kv = KvStorage::new(&exec.kv_layers(), longest.div_ceil(args.block_size), args.block_size)?;
+        let kv = exec.kv_storage(longest.div_ceil(args.block_size), None)?;
         let batch = StepBatch {
             page_table: (0..kv.num_pages() as u32).collect(),
             page_table_stride: kv.num_pages(),
