@@ -63,7 +63,7 @@ impl Resident {
 
     /// What a page holds.
     pub fn kv_layers(&self) -> Vec<LayerShape> {
-        self.executor.kv_layers().into_iter().map(|layer| layer.shape).collect()
+        self.executor.kv_layers().iter().map(|layer| layer.shape).collect()
     }
 
     /// Activation memory and the attention plans, for the start report.
