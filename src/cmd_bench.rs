@@ -24,7 +24,7 @@ enum What {
     /// Attention alone: prefill over lengths and head widths, decode over a long history, and the memory it reads from.
     Attn(AttnArgs),
     /// A model's executor: prefill and decode tokens a second at given lengths and depths.
-    Model(ModelArgs),
+    Model(Box<ModelArgs>),
 }
 
 #[derive(clap::Args)]
@@ -90,7 +90,7 @@ struct ModelArgs {
 pub fn run(args: &BenchArgs) -> anyhow::Result<()> {
     match &args.what {
         What::Attn(a) => attn(a),
-        What::Model(a) => model(a),
+        What::Model(a) => model(*a),
     }
 }
 
