@@ -6,6 +6,7 @@ use common::driver::{Driver, all, last, options};
 use common::random::{Random, config, model};
 use suanpan_base::DType;
 use suanpan_cache::NearTokens;
+use suanpan_model::ModelConfig;
 use suanpan_model::forward::ExecOptions;
 
 const TOKENS: usize = 70;
@@ -20,9 +21,16 @@ fn tokens() -> Vec<u32> {
     Random(5).tokens(TOKENS + 1, config().vocab_size)
 }
 
+/// Layers that all look back to the first token.
+fn without_windows() -> ModelConfig {
+    let mut config = config();
+    config.layers.iter_mut().for_each(|layer| layer.window = None);
+    config
+}
+
 /// Logits of all positions.
-fn logits(opts: ExecOptions) -> Vec<f32> {
-    let mut d = Driver::new(model(config(), 1), opts, 100);
+fn logits(config: ModelConfig, opts: ExecOptions) -> Vec<f32> {
+    let mut d = Driver::new(model(config, 1), opts, 100);
     d.poison(f32::NAN);
     let seq = d.start();
     d.step(&[all(seq, &tokens())]).remove(0)
@@ -36,10 +44,10 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
 
 #[test]
 fn the_more_tokens_are_near_the_less_is_lost_and_with_all_of_them_no_more_than_with_bf16() {
-    let exact = logits(opts(DType::F32, 0, 0));
-    let bf16 = distance(&logits(opts(DType::Bf16, 0, 0)), &exact);
+    let exact = logits(without_windows(), opts(DType::F32, 0, 0));
+    let bf16 = distance(&logits(without_windows(), opts(DType::Bf16, 0, 0)), &exact);
     for dtype in [DType::I4, DType::E4m3, DType::I8] {
-        let lost = |sinks, recent| distance(&logits(opts(dtype, sinks, recent)), &exact);
+        let lost = |sinks, recent| distance(&logits(without_windows(), opts(dtype, sinks, recent)), &exact);
         let [none, some, more, whole] = [lost(0, 0), lost(0, 12), lost(8, 32), lost(8, 100)];
         assert!(none > some && some > more && more > whole, "{dtype}: {none:e} {some:e} {more:e} {whole:e}");
         assert!(whole < 1.5 * bf16, "{dtype}: {whole:e}, bf16 {bf16:e}");
@@ -49,7 +57,7 @@ fn the_more_tokens_are_near_the_less_is_lost_and_with_all_of_them_no_more_than_w
 #[test]
 fn chunks_change_no_bit_of_a_row_that_reads_near_tokens_apart() {
     for (dtype, sinks, recent) in [(DType::I4, 8, 12), (DType::E4m3, 0, 1), (DType::I8, 4, 30)] {
-        let want = logits(opts(dtype, sinks, recent));
+        let want = logits(config(), opts(dtype, sinks, recent));
         for chunk in [16, 3, 1] {
             let mut d = Driver::new(model(config(), 1), opts(dtype, sinks, recent), 100);
             d.poison(f32::NAN);
@@ -67,7 +75,7 @@ fn a_query_reads_each_key_from_one_of_the_two_stores_only() {
     let (sinks, recent) = (8, 21);
     for dtype in [DType::I4, DType::I8, DType::E4m3] {
         let step = |poisoned: bool| {
-            let mut d = Driver::new(model(config(), 1), opts(dtype, sinks, recent), 100);
+            let mut d = Driver::new(model(without_windows(), 1), opts(dtype, sinks, recent), 100);
             let seq = d.start();
             d.step(&[last(seq, &tokens()[..TOKENS])]);
             if poisoned {
