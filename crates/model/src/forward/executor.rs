@@ -10,7 +10,7 @@ use suanpan_cache::{Group, KvStorage, LayerShape, quant};
 use suanpan_ledger::AttnBooks;
 use suanpan_ops::{self as ops, LinearInput, LinearOut, LinearWorkspace, Precision, RopeTable};
 
-use crate::config::RopeConfig;
+use crate::config::{ModelConfig, RopeConfig};
 use crate::error::ModelError;
 use crate::load::Model;
 use crate::rope;
@@ -210,39 +210,8 @@ impl Core {
         opts.kv_spared.check(config.layers.len())?;
         opts.kv_near.check("executor", opts.kv_dtype, opts.page_size)?;
         let kv_layers = near::kv_layers(config, opts.kv_dtype, opts.kv_spared, opts.kv_near);
-        let near_of = |i| kv_layers.iter().position(|layer| layer.near_of == Some(i));
-        let near_at: Vec<_> = (0..config.layers.len()).map(near_of).collect();
-        let mut plans: Vec<((Part, Mask, DType), Plan)> = Vec::new();
-        let mut layer_plans = Vec::with_capacity(kv_layers.len());
-        for (i, layer) in kv_layers.iter().enumerate() {
-            let (part, mask) = match config.layers.get(i) {
-                None => (Part::Whole, opts.kv_near.mask()),
-                Some(_) if near_at[i].is_some() => (Part::Far, Mask::CAUSAL),
-                Some(own) => (Part::Whole, own.window.map_or(Mask::CAUSAL, Mask::window)),
-            };
-            let key = (part, mask, layer.shape.dtype);
-            let known = plans.iter().position(|(k, _)| *k == key);
-            let index = known.unwrap_or(plans.len());
-            if known.is_none() {
-                let problem = Problem {
-                    softmax_scale: config.softmax_scale,
-                    // A family has sinks in all layers or in none.
-                    scores: Scores {
-                        softcap: config.attn_softcap,
-                        sink: config.family.sinks && part != Part::Far,
-                        ..Scores::default()
-                    },
-                    kv_dtype: key.2,
-                    kv_scales: if key.2.is_code() { ScaleGrain::Token } else { ScaleGrain::None },
-                    kv_scale_dtype: quant::SCALE_DTYPE,
-                    batch_invariant: opts.batch_invariant,
-                    kv: KvLayout::Paged { page_size: opts.page_size },
-                    ..Problem::new(heads, mask)
-                };
-                plans.push((key, Plan::new(&problem, &machine, limits)?));
-            }
-            layer_plans.push(index);
-        }
+        let near_at = near::places(&kv_layers, config.layers.len());
+        let (plans, layer_plans) = plans(config, &opts, (&kv_layers, &near_at), &machine, limits)?;
         let attn = Workspace::for_plans(&plans.iter().map(|(_, p)| p).collect::<Vec<_>>());
         let latent = config.latent.map_or(0, |l| l.nope_dim.max(heads.head_dim_v).max(l.q_rank.unwrap_or(0)));
         let max_cols = config.hidden_size.max(config.o_cols()).max(config.widest_mlp()).max(latent);
@@ -404,6 +373,49 @@ impl Core {
         }
         self.watch.mark(Op::LmHead);
     }
+}
+
+/// The plans that occur, and which one each layer of the storage uses.
+#[allow(clippy::type_complexity, reason = "what the caller keeps, by name")]
+fn plans(
+    config: &ModelConfig,
+    opts: &ExecOptions,
+    (kv_layers, near_at): (&[KvLayer], &[Option<usize>]),
+    machine: &Machine,
+    limits: Limits,
+) -> Result<(Vec<((Part, Mask, DType), Plan)>, Vec<usize>), BadArgument> {
+    let mut plans: Vec<((Part, Mask, DType), Plan)> = Vec::new();
+    let mut layer_plans = Vec::with_capacity(kv_layers.len());
+    for (i, layer) in kv_layers.iter().enumerate() {
+        let (part, mask) = match config.layers.get(i) {
+            None => (Part::Whole, opts.kv_near.mask()),
+            Some(_) if near_at[i].is_some() => (Part::Far, Mask::CAUSAL),
+            Some(own) => (Part::Whole, own.window.map_or(Mask::CAUSAL, Mask::window)),
+        };
+        let key = (part, mask, layer.shape.dtype);
+        let known = plans.iter().position(|(k, _)| *k == key);
+        let index = known.unwrap_or(plans.len());
+        if known.is_none() {
+            let problem = Problem {
+                softmax_scale: config.softmax_scale,
+                // A family has sinks in all layers or in none.
+                scores: Scores {
+                    softcap: config.attn_softcap,
+                    sink: config.family.sinks && part != Part::Far,
+                    ..Scores::default()
+                },
+                kv_dtype: key.2,
+                kv_scales: if key.2.is_code() { ScaleGrain::Token } else { ScaleGrain::None },
+                kv_scale_dtype: quant::SCALE_DTYPE,
+                batch_invariant: opts.batch_invariant,
+                kv: KvLayout::Paged { page_size: opts.page_size },
+                ..Problem::new(config.heads, mask)
+            };
+            plans.push((key, Plan::new(&problem, machine, limits)?));
+        }
+        layer_plans.push(index);
+    }
+    Ok((plans, layer_plans))
 }
 
 /// Room for the inputs of every product. Where no weight needs them in f32, they are held as integers only.

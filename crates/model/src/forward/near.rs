@@ -39,6 +39,11 @@ pub fn kv_layers(config: &ModelConfig, dtype: DType, spared: LayerSet, near: Nea
     layers
 }
 
+/// Where in the storage each of the model's `layers` layers has its near tokens.
+pub(super) fn places(kv_layers: &[KvLayer], layers: usize) -> Vec<Option<usize>> {
+    (0..layers).map(|i| kv_layers.iter().position(|layer| layer.near_of == Some(i))).collect()
+}
+
 /// Merges what queries found near into what they found far: rows `[rows, num_q_heads, head_dim_v]`, lse `[num_q_heads, rows]`.
 pub(super) fn merge(
     heads: HeadShape,
