@@ -90,7 +90,7 @@ struct ModelArgs {
 pub fn run(args: &BenchArgs) -> anyhow::Result<()> {
     match &args.what {
         What::Attn(a) => attn(a),
-        What::Model(a) => model(*a),
+        What::Model(a) => model(a),
     }
 }
 
