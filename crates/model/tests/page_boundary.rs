@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use common::driver::{Driver, all, last, options};
 use suanpan_base::DType;
-use suanpan_cache::{Group, KvStorage};
 use suanpan_model::forward::{ExecOptions, LogitRows, StepSeq};
 use suanpan_model::{LoadOptions, Model, load};
 
