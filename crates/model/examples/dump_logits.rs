@@ -5,7 +5,6 @@
 use std::io::Write;
 use std::sync::Arc;
 
-use suanpan_cache::KvStorage;
 use suanpan_model::forward::{ExecOptions, Executor, LogitRows, MAX_LOGIT_ROWS, StepBatch, StepSeq};
 use suanpan_model::{LoadOptions, load};
 use suanpan_ops::Precision;

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use suanpan_base::DType;
-use suanpan_cache::{KvStorage, LayerSet};
+use suanpan_cache::LayerSet;
 use suanpan_model::forward::{ExecOptions, Executor, LogitRows, StepBatch, StepSeq};
 use suanpan_model::{LoadOptions, load};
 use suanpan_ops::Precision;
