@@ -25,7 +25,7 @@ enum What {
     /// Attention alone: prefill over lengths and head widths, decode over a long history, and the memory it reads from.
     Attn(AttnArgs),
     /// A model's executor: prefill and decode tokens a second at given lengths and depths.
-    Model(ModelArgs),
+    Model(Box<ModelArgs>),
 }
 
 #[derive(clap::Args)]
@@ -320,6 +320,7 @@ fn lane(args: &ModelArgs) -> anyhow::Result<Lane> {
             precision: options.precision,
             kv_dtype: options.kv_cache_dtype,
             kv_spared: options.kv_cache_dtype_skip_layers,
+            kv_near: options.kv_cache_near,
             batch_invariant: options.batch_invariant,
             threads,
             max_tokens: options.max_num_batched_tokens,
@@ -328,7 +329,7 @@ fn lane(args: &ModelArgs) -> anyhow::Result<Lane> {
             page_size: options.page_size,
         },
     )?;
-    let kv = KvStorage::new(&exec.kv_layers(), longest.div_ceil(options.page_size), options.page_size)?;
+    let kv = exec.kv_storage(longest.div_ceil(options.page_size), None)?;
     let vocab = exec.model().config.vocab_size;
     let tokens = (0..longest).map(|i| (i.wrapping_mul(2_654_435_761) % vocab) as u32).collect();
     Ok(Lane { exec, kv, batch: StepBatch::default(), tokens, books: AttnBooks::default() })

@@ -7,7 +7,7 @@ use std::time::Instant;
 use anyhow::{Context, bail, ensure};
 use serde::Serialize;
 use suanpan_base::{Buf, DType};
-use suanpan_cache::{KvStorage, LayerSet};
+use suanpan_cache::{KvStorage, LayerSet, NearTokens};
 use suanpan_model::forward::{ExecOptions, Executor, LogitRows, StepBatch, StepSeq};
 use suanpan_model::{Model, ModelError};
 
@@ -54,6 +54,12 @@ struct KvErrorArgs {
     /// Layers that store bf16 all the same: numbers and ranges.
     #[arg(long)]
     kv_cache_dtype_skip_layers: Option<LayerSet>,
+    /// Most recent tokens before each query, its own included, that are read in bf16 all the same.
+    #[arg(long, default_value_t = 0)]
+    kv_cache_recent_tokens: usize,
+    /// First tokens that are read in bf16 as well, in whole pages.
+    #[arg(long, default_value_t = 0)]
+    kv_cache_sink_tokens: usize,
     /// Next-token distributions are compared once in so many tokens.
     #[arg(long, default_value_t = 16)]
     every: usize,
@@ -69,17 +75,21 @@ struct KvErrorArgs {
     /// Threads [default: one for each core].
     #[arg(long)]
     threads: Option<usize>,
-    /// Print JSON: {"model", "tokens", "positions", "facts", "baseline", "modes": [{"kv_cache_dtype", "spared_layers", "bytes_per_token",
+    /// Print JSON: {"model", "tokens", "positions", "facts", "baseline", "modes": [{"kv_cache_dtype", "spared_layers", "recent_tokens",
+    /// "sink_tokens", "bytes_per_token",
     /// "capacity", "kl_mean", "kl_max", "same_top", "answer_nll", "answer_nll_loss", "answers_right", "decode_ratio", "layers": [{"k", "v"}]}]}.
     #[arg(long)]
     json: bool,
 }
 
-/// What one type gave. `capacity`: tokens in the memory of one bf16 token. Errors are root mean squares over those of bf16's rows.
+/// What one type gave. `capacity`: tokens in the memory of one bf16 token, where the text is one sequence and the pages of 16 bits it holds
+/// between two steps count. Errors are root mean squares over those of bf16's rows.
 #[derive(Serialize)]
 struct ModeReport {
     kv_cache_dtype: &'static str,
     spared_layers: String,
+    recent_tokens: usize,
+    sink_tokens: usize,
     bytes_per_token: f64,
     capacity: f64,
     kl_mean: f64,
@@ -123,6 +133,14 @@ struct Task {
     questions: Vec<(Vec<u32>, Vec<u32>)>,
 }
 
+impl KvErrorArgs {
+    /// Tokens that a lane of `dtype` reads in 16 bits all the same.
+    fn near(&self, dtype: DType) -> NearTokens {
+        let near = NearTokens { sinks: self.kv_cache_sink_tokens, recent: self.kv_cache_recent_tokens };
+        if dtype.is_code() { near } else { NearTokens::NONE }
+    }
+}
+
 impl Lane {
     fn new(model: &Arc<Model>, args: &KvErrorArgs, dtype: DType, longest: usize) -> anyhow::Result<Lane> {
         let threads = args.threads.unwrap_or(std::thread::available_parallelism().map_or(1, usize::from));
@@ -132,6 +150,7 @@ impl Lane {
                 precision: suanpan_ops::Precision::Int16,
                 kv_dtype: dtype,
                 kv_spared: args.kv_cache_dtype_skip_layers.unwrap_or_default(),
+                kv_near: args.near(dtype),
                 batch_invariant: false,
                 threads,
                 max_tokens: args.every.max(256),
@@ -140,7 +159,7 @@ impl Lane {
                 page_size: args.block_size,
             },
         )?;
-        let kv = KvStorage::new(&exec.kv_layers(), longest.div_ceil(args.block_size), args.block_size)?;
+        let kv = exec.kv_storage(longest.div_ceil(args.block_size), None)?;
         let batch = StepBatch {
             page_table: (0..kv.num_pages() as u32).collect(),
             page_table_stride: kv.num_pages(),
@@ -316,13 +335,23 @@ fn decode(lanes: &mut [Lane], at: usize, steps: usize) -> anyhow::Result<()> {
 
 fn report(lanes: &[Lane], tokens: usize) -> Vec<ModeReport> {
     let base = &lanes[0];
-    let per_token = |lane: &Lane| lane.kv.bytes_per_page() as f64 / lane.kv.page_size() as f64;
+    let per_token = |lane: &Lane| {
+        let (near, page_size) = (lane.exec.options().kv_near, lane.kv.page_size());
+        let (near_pages, pages) = (near.pages(tokens, page_size), tokens.div_ceil(page_size));
+        let bytes = lane.exec.kv_layers().iter().map(|layer| {
+            let held = if layer.near_of.is_some() { near_pages } else { pages };
+            layer.shape.bytes(page_size) * held as u64
+        });
+        bytes.sum::<u64>() as f64 / tokens.max(1) as f64
+    };
     let one = |lane: &Lane| {
         let compared = lane.kl.len().max(1) as f64;
         let options = lane.exec.options();
         ModeReport {
             kv_cache_dtype: options.kv_dtype.name(),
             spared_layers: options.kv_spared.to_string(),
+            recent_tokens: options.kv_near.recent,
+            sink_tokens: options.kv_near.sinks,
             bytes_per_token: per_token(lane),
             capacity: per_token(base) / per_token(lane),
             kl_mean: lane.kl.iter().sum::<f64>() / compared,
@@ -332,7 +361,7 @@ fn report(lanes: &[Lane], tokens: usize) -> Vec<ModeReport> {
             answer_nll_loss: lane.answer_nll() - base.answer_nll(),
             answers_right: lane.answer.right,
             decode_ratio: base.decode_s.is_finite().then(|| base.decode_s / lane.decode_s),
-            layers: (0..lane.kv.num_layers()).map(|layer| layer_error(base, lane, layer, tokens)).collect(),
+            layers: (0..base.kv.num_layers()).map(|layer| layer_error(base, lane, layer, tokens)).collect(),
         }
     };
     lanes[1..].iter().map(one).collect()
@@ -471,6 +500,8 @@ mod tests {
             tokens: 900,
             kv_cache_dtype: vec![DType::I8, DType::I4],
             kv_cache_dtype_skip_layers: None,
+            kv_cache_recent_tokens: 0,
+            kv_cache_sink_tokens: 0,
             every: 64,
             facts: 2,
             decode: 0,

@@ -61,6 +61,7 @@ impl Reader {
                 precision: args.dtype.precision(),
                 kv_dtype: args.kv_cache_dtype,
                 kv_spared: LayerSet::NONE,
+                kv_near: suanpan_cache::NearTokens::NONE,
                 batch_invariant: false,
                 threads,
                 max_tokens: args.chunk,
@@ -69,7 +70,7 @@ impl Reader {
                 page_size: PAGE,
             },
         )?;
-        let kv = KvStorage::new(&exec.kv_layers(), args.window.div_ceil(PAGE), PAGE)?;
+        let kv = exec.kv_storage(args.window.div_ceil(PAGE), None)?;
         let batch = StepBatch {
             page_table: (0..kv.num_pages() as u32).collect(),
             page_table_stride: kv.num_pages(),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use suanpan_base::DType;
-use suanpan_cache::{EvictionPolicy, LayerSet};
+use suanpan_cache::{EvictionPolicy, LayerSet, NearTokens};
 use suanpan_engine::{Engine, EngineHandle, EngineOptions, HandleOptions, LowerTiers};
 use suanpan_model::{LoadOptions, LoadProgress, LoadStage, Model};
 use suanpan_ops::Precision;
@@ -77,6 +77,12 @@ pub struct EngineFlags {
     /// Layers that store bf16 all the same, where the type has fewer bits: numbers and ranges, as in 0,1,28-29.
     #[arg(long)]
     pub kv_cache_dtype_skip_layers: Option<LayerSet>,
+    /// Most recent tokens before each query, its own included, that are read in bf16, where the type has fewer bits; 0 is none.
+    #[arg(long, default_value_t = 0)]
+    pub kv_cache_recent_tokens: usize,
+    /// First tokens of a request that are read in bf16 as well, in whole pages; 0 is none.
+    #[arg(long, default_value_t = 0)]
+    pub kv_cache_sink_tokens: usize,
     /// Logits whose bits do not depend on what is cached, chunked or batched around a request; slower.
     #[arg(long)]
     pub batch_invariant: bool,
@@ -153,6 +159,10 @@ impl EngineFlags {
                 KvCacheDtype::Int4 => DType::I4,
             },
             kv_cache_dtype_skip_layers: self.kv_cache_dtype_skip_layers.unwrap_or_default(),
+            kv_cache_near: NearTokens {
+                sinks: self.kv_cache_sink_tokens,
+                recent: self.kv_cache_recent_tokens,
+            },
             batch_invariant: self.batch_invariant,
             prefix_cache_eviction: self.prefix_cache_eviction,
             kv_cache_memory_bytes: self.kv_cache_memory_bytes,

@@ -7,6 +7,7 @@
 pub mod books;
 pub mod layer_set;
 pub mod memory;
+pub mod near;
 pub mod page_table;
 pub mod pool;
 pub mod quant;
@@ -16,6 +17,7 @@ pub mod tier;
 
 pub use books::CacheBooks;
 pub use layer_set::LayerSet;
+pub use near::NearTokens;
 pub use page_table::{OutOfPages, PageCopy, PageTable};
 pub use pool::{Imbalance, NO_PAGE, PageHandle, PagePool};
 pub use radix::{EvictionPolicy, Hit, PartialPage, PrefixCache, WindowHit};

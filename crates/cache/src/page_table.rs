@@ -33,11 +33,15 @@ pub struct PageTable {
     pool: PagePool,
     /// The pages from index `first` on.
     pages: Vec<PageHandle>,
-    /// How many pages in front are not held any more.
+    /// How many pages in front are not held any more, but for those of `front`.
     first: usize,
+    /// How many pages from index 0 on are never given back.
+    sinks: usize,
+    /// Those of them in front of `first`.
+    front: Vec<PageHandle>,
     /// Pages in front of `first` that are kept all the same, with their index, in order.
     kept: Vec<(usize, PageHandle)>,
-    /// Ids from page 0 on, contiguous for the kernels; [`NO_PAGE`] in front of `first`.
+    /// Ids from page 0 on, contiguous for the kernels; [`NO_PAGE`] between `front` and `first`.
     ids: Vec<u32>,
     /// Index of the page that others may rely on behind what this table has of it: to be copied before it is written.
     borrowed: Option<usize>,
@@ -46,28 +50,38 @@ pub struct PageTable {
 impl PageTable {
     /// An empty table over `pool`.
     pub fn new(pool: &PagePool) -> PageTable {
+        PageTable::with_sinks(pool, 0)
+    }
+
+    /// An empty table over `pool` that keeps its first `sinks` pages whatever no token looks back to.
+    pub fn with_sinks(pool: &PagePool, sinks: usize) -> PageTable {
         PageTable {
             pool: pool.clone(),
             pages: Vec::new(),
             first: 0,
+            sinks,
+            front: Vec::new(),
             kept: Vec::new(),
             ids: Vec::new(),
             borrowed: None,
         }
     }
 
-    /// A table whose first pages are those of a hit's window; nothing is held in front of them.
+    /// A table whose first pages are those of a hit's window; in front of them its sinks are held and nothing else.
     pub fn push_window(&mut self, hit: WindowHit) {
         assert!(self.ids.is_empty(), "a window begins a table");
+        assert!(hit.sinks.len() == self.sinks.min(hit.first_page), "a window comes with its sinks");
         self.first = hit.first_page;
+        self.ids.extend(hit.sinks.iter().map(PageHandle::id));
         self.ids.resize(hit.first_page, NO_PAGE);
+        self.front = hit.sinks;
         let last = hit.pages.len();
         for (i, page) in hit.pages.into_iter().enumerate() {
             if hit.ends_inside && i + 1 == last { self.push_borrowed(page) } else { self.push_shared(page) }
         }
     }
 
-    /// Gives back every page that ends at or before `position`: nothing looks back so far. Those of the pages `keep` stay held for
+    /// Gives back every page that ends at or before `position`, but for sinks: nothing looks back so far. Those of the pages `keep` stay held for
     /// the prefix cache, until `forget_kept`; kernels are not given their ids.
     pub fn give_back_before(&mut self, position: usize, keep: std::ops::Range<usize>) {
         let until = (position / self.pool.page_size()).min(self.ids.len());
@@ -75,8 +89,12 @@ impl PageTable {
         if gone == 0 {
             return;
         }
-        self.ids[self.first..self.first + gone].fill(NO_PAGE);
         let first = self.first;
+        let sinks = self.sinks.saturating_sub(first).min(gone);
+        self.front.extend(self.pages.drain(..sinks));
+        self.first += sinks;
+        let (first, gone) = (first + sinks, gone - sinks);
+        self.ids[first..first + gone].fill(NO_PAGE);
         let (kept, back): (Vec<_>, Vec<_>) =
             self.pages.drain(..gone).enumerate().partition(|(i, _)| keep.contains(&(first + i)));
         self.kept.extend(kept.into_iter().map(|(i, page)| (first + i, page)));
@@ -98,6 +116,7 @@ impl PageTable {
     pub fn page_at(&self, page: usize) -> Option<&PageHandle> {
         match page.checked_sub(self.first) {
             Some(at) => self.pages.get(at),
+            None if page < self.front.len() => self.front.get(page),
             None => self.kept.iter().find(|(at, _)| *at == page).map(|(_, page)| page),
         }
     }
@@ -169,7 +188,8 @@ impl PageTable {
 
     /// Ids of all pages held, those kept for the prefix cache included (for `PagePool::check_holders`).
     pub fn held_ids(&self) -> impl Iterator<Item = u32> + '_ {
-        self.pages.iter().chain(self.kept.iter().map(|(_, page)| page)).map(PageHandle::id)
+        let front = self.front.iter().chain(self.kept.iter().map(|(_, page)| page));
+        self.pages.iter().chain(front).map(PageHandle::id)
     }
 
     /// Tokens that the reserved pages hold.
@@ -183,7 +203,7 @@ impl PageTable {
         let page_size = self.pool.page_size();
         let page = position / page_size;
         assert!(page < self.ids.len(), "position {position} of {} reserved tokens", self.capacity_tokens());
-        assert!(page >= self.first, "position {position} was given back");
+        assert!(page >= self.first || page < self.front.len(), "position {position} was given back");
         u64::from(self.ids[page]) * page_size as u64 + (position % page_size) as u64
     }
 
@@ -210,6 +230,8 @@ impl PageTable {
         if keep <= self.first {
             self.first = keep;
             self.forget_kept();
+            self.pool.release(self.front.drain(keep.min(self.front.len())..));
+            self.join_front();
         }
         // A page borrowed further in front is not written yet, nor is anything behind it.
         if self.borrowed.is_none_or(|page| page >= keep) {
@@ -223,10 +245,23 @@ impl PageTable {
         let page_size = self.pool.page_size();
         let held = tokens.div_ceil(page_size).min(self.ids.len());
         let first = self.first.min(held);
-        let pages = self.pages[..held - first].iter().map(PageHandle::share).collect();
-        let borrowed = (tokens < held * page_size && first < held).then(|| held - 1);
-        let ids = self.ids[..held].to_vec();
-        PageTable { pool: self.pool.clone(), pages, first, kept: Vec::new(), ids, borrowed }
+        let share = |pages: &[PageHandle]| pages.iter().map(PageHandle::share).collect();
+        let mut fork = PageTable::with_sinks(&self.pool, self.sinks);
+        fork.pages = share(&self.pages[..held - first]);
+        fork.first = first;
+        fork.front = share(&self.front[..held.min(self.front.len())]);
+        fork.ids = self.ids[..held].to_vec();
+        fork.join_front();
+        fork.borrowed = (tokens < held * page_size && fork.first < held).then(|| held - 1);
+        fork
+    }
+
+    /// Where the table ends with its front, those pages are pages like any other.
+    fn join_front(&mut self) {
+        if self.pages.is_empty() && self.front.len() == self.first {
+            self.pages = std::mem::take(&mut self.front);
+            self.first = 0;
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::fmt;
 use suanpan_base::error::checked_product;
 use suanpan_base::{BadArgument, DType};
 use suanpan_cache::memory::HostMemory;
-use suanpan_cache::{EvictionPolicy, LayerSet, LayerShape};
+use suanpan_cache::{EvictionPolicy, LayerSet, LayerShape, NearTokens};
 use suanpan_model::ModelConfig;
 use suanpan_ops::Precision;
 
@@ -40,6 +40,8 @@ pub struct EngineOptions {
     pub kv_cache_dtype: DType,
     /// Layers that store bf16 all the same, where the type has fewer bits.
     pub kv_cache_dtype_skip_layers: LayerSet,
+    /// Tokens that are read in bf16 all the same, where the type has fewer bits.
+    pub kv_cache_near: NearTokens,
     /// A request's logits have the same bits whatever is cached, chunked or batched around it.
     pub batch_invariant: bool,
     /// Bytes of the KV cache. Reserved as addresses; memory is taken as pages are first used.
@@ -78,6 +80,7 @@ impl Default for EngineOptions {
             page_size: 16,
             kv_cache_dtype: DType::Bf16,
             kv_cache_dtype_skip_layers: LayerSet::NONE,
+            kv_cache_near: NearTokens::NONE,
             batch_invariant: false,
             kv_cache_memory_bytes: None,
             num_pages_override: None,
@@ -103,7 +106,9 @@ pub struct WindowSizing {
     pub bytes_per_page: u64,
     /// How far the widest of them looks back, the current token included.
     pub window: usize,
-    /// How many layers these are.
+    /// First tokens of a sequence that they keep in sight, in whole pages.
+    pub sinks: usize,
+    /// How many layers these are; layers that keep near tokens in bf16 as well count.
     pub num_layers: usize,
 }
 
@@ -194,14 +199,18 @@ impl EngineOptions {
                 format!("1 to {model_max} (the model's limit)"),
             ));
         }
-        let spared = self.kv_cache_dtype_skip_layers;
-        let dtype = |layer| spared.stored(self.kv_cache_dtype, layer);
-        let shape = |layer| LayerShape { heads: config.heads, dtype: dtype(layer) };
+        let near = self.kv_cache_near;
+        near.check(OP, self.kv_cache_dtype, self.page_size)?;
+        let stored = suanpan_model::forward::kv_layers(
+            config,
+            self.kv_cache_dtype,
+            self.kv_cache_dtype_skip_layers,
+            near,
+        );
         let window = self.window_of(config);
         let of = |windowed: bool| {
-            let layers = config.layers.iter().enumerate();
-            let layers = layers.filter(|(_, l)| (window.is_some() && l.window.is_some()) == windowed);
-            let layers: Vec<LayerShape> = layers.map(|(i, _)| shape(i)).collect();
+            let layers = stored.iter().filter(|l| (window.is_some() && l.windowed) == windowed);
+            let layers: Vec<LayerShape> = layers.map(|l| l.shape).collect();
             suanpan_cache::bytes_per_page(&layers, self.page_size).map(|bytes| (bytes as u64, layers.len()))
         };
         let (bytes_per_page, (window_bytes, num_layers)) = (of(false)?.0, of(true)?);
@@ -211,6 +220,7 @@ impl EngineOptions {
             num_pages: window_pages,
             bytes_per_page: window_bytes,
             window,
+            sinks: near.sinks,
             num_layers,
         });
         let tokens = checked_product(OP, "num_pages * block_size", &[num_pages, self.page_size])?;
@@ -231,9 +241,11 @@ impl EngineOptions {
 
     /// The widest window, where layers with one are to have pages of their own and a request can be longer than it.
     fn window_of(&self, config: &ModelConfig) -> Option<usize> {
-        let window = config.layers.iter().filter_map(|layer| layer.window).max()?;
+        let near = self.kv_cache_near.is_some().then_some(self.kv_cache_near.recent);
+        let window = config.layers.iter().filter_map(|layer| layer.window).chain(near).max()?;
+        let held = window.saturating_add(self.kv_cache_near.sinks);
         let longest = self.max_model_len.unwrap_or(config.max_position_embeddings.min(DEFAULT_MAX_MODEL_LEN));
-        (self.window_groups && window.saturating_add(4 * self.page_size) < longest).then_some(window)
+        (self.window_groups && held.saturating_add(4 * self.page_size) < longest).then_some(window)
     }
 
     /// Pages of the two groups of layers, whose pages have so many bytes. Where no layer looks back to the first token, pages of the
@@ -250,7 +262,7 @@ impl EngineOptions {
             return Ok((pages, 0, reason));
         };
         // A request holds its window, a chunk being computed, and a cached prefix's window it started from.
-        let one = window.div_ceil(self.page_size) + 4;
+        let one = window.div_ceil(self.page_size) + self.kv_cache_near.sinks / self.page_size + 4;
         let chunk = self.max_num_batched_tokens.div_ceil(self.page_size);
         let wanted = one.saturating_mul(2).saturating_mul(self.max_num_seqs.max(1)).saturating_add(chunk);
         let together = self.pages(model_max, full + windowed, 0, memory)?;

@@ -47,6 +47,7 @@ impl Resident {
             precision: options.precision,
             kv_dtype: options.kv_cache_dtype,
             kv_spared: options.kv_cache_dtype_skip_layers,
+            kv_near: options.kv_cache_near,
             batch_invariant: options.batch_invariant,
             threads: options.resolved_threads(),
             max_tokens: options.max_num_batched_tokens,
@@ -55,18 +56,14 @@ impl Resident {
             page_size: sizing.page_size,
         };
         let executor = Executor::new(Arc::clone(model), exec)?;
-        let windowed = |i: usize| sizing.window.is_some() && model.config.layers[i].window.is_some();
-        let group = |i| if windowed(i) { Group::Window } else { Group::Full };
-        let layers: Vec<_> =
-            executor.kv_layers().into_iter().enumerate().map(|(i, shape)| (shape, group(i))).collect();
         let window_pages = sizing.window.map(|w| w.num_pages);
-        let storage = KvStorage::grouped(&layers, sizing.num_pages, window_pages, sizing.page_size)?;
+        let storage = executor.kv_storage(sizing.num_pages, window_pages)?;
         Ok(Resident { executor, storage })
     }
 
     /// What a page holds.
     pub fn kv_layers(&self) -> Vec<LayerShape> {
-        self.executor.kv_layers()
+        self.executor.kv_layers().iter().map(|layer| layer.shape).collect()
     }
 
     /// Activation memory and the attention plans, for the start report.

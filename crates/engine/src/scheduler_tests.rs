@@ -72,7 +72,7 @@ impl Sim {
         let sim = Sim::new(pages, page_size, opts);
         let pool = PagePool::new(window_pages, page_size).unwrap();
         Sim {
-            scheduler: sim.scheduler.with_windows(WindowGroup { pool, window }).unwrap(),
+            scheduler: sim.scheduler.with_windows(WindowGroup { pool, window, sinks: 0 }).unwrap(),
             window_slots: vec![0xbad; window_pages * page_size],
             ..sim
         }

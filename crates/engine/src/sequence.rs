@@ -97,7 +97,7 @@ impl Seq {
             cache_priority: spec.cache_priority,
             computed: 0,
             pages: PageTable::new(pool),
-            window: window.map(|group| PageTable::new(&group.pool)),
+            window: window.map(WindowGroup::table),
             branch: None,
             published: false,
             prompt_done: false,

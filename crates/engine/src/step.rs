@@ -86,7 +86,8 @@ impl Engine {
         let mut scheduler = Scheduler::new(pool, options.enable_prefix_caching, options.scheduler())?;
         if let Some(window) = sizing.window {
             let pool = PagePool::new(window.num_pages, sizing.page_size)?;
-            scheduler = scheduler.with_windows(WindowGroup { pool, window: window.window })?;
+            scheduler =
+                scheduler.with_windows(WindowGroup { pool, window: window.window, sinks: window.sinks })?;
         }
         Ok(Engine {
             door: Door { vocab_size: model.config.vocab_size, max_model_len: sizing.max_model_len },

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use common::*;
 use suanpan_base::DType;
+use suanpan_cache::NearTokens;
 use suanpan_engine::{Engine, EngineOptions, Request, RequestKey, SamplingParams};
 use suanpan_model::{LoadOptions, Model, load};
 
@@ -55,46 +56,67 @@ fn serve(engine: &mut Engine) -> Answer {
 #[test]
 fn c26_a_window_model_has_the_same_bits_cold_warm_evicted_chunked_batched_and_forked() {
     for name in MODELS {
-        let model = open(name);
-        let engine = |opts| Engine::new(Arc::clone(&model), opts).unwrap();
         for dtype in [DType::Bf16, DType::I8] {
-            let mut plain = engine(EngineOptions { window_groups: false, ..opts(dtype, 100) });
-            assert_eq!(plain.kv_sizing().window, None);
-            let want = bits(&serve(&mut plain));
-            let same =
-                |what: &str, answer: &Answer| assert_eq!(bits(answer), want, "{name}, {dtype}: {what}");
-            let mut grouped = engine(EngineOptions { window_pages: Some(40), ..opts(dtype, 100) });
-            assert_eq!(grouped.kv_sizing().window.map(|w| (w.window, w.num_pages)), Some((8, 40)));
-            let cold = serve(&mut grouped);
-            same("cold", &cold);
-            assert_eq!(cold.books.cached_tokens, 0);
-            let warm = serve(&mut grouped);
-            same("warm", &warm);
-            assert_eq!(warm.books.cached_tokens, PROMPT - 1, "{name}: all but the last token");
-            // Others need the windows' pages, then everything.
-            run(&mut grouped, (2..8).map(|tail| ask(tail, tail as u32)).collect());
-            same("evicted", &serve(&mut grouped));
-            grouped.clear_prefix_cache();
-            same("forgotten", &serve(&mut grouped));
-            let stats = grouped.stats();
-            assert_eq!(stats.window_pages_free + stats.window_pages_cached, stats.window_pages_total);
-            for chunk in [1, 16, 64, 512] {
-                let limits = EngineOptions {
-                    max_num_batched_tokens: chunk.max(8),
-                    long_prefill_token_threshold: chunk,
-                    window_pages: Some(24),
-                    ..opts(dtype, 100)
-                };
-                let mut engine = engine(limits);
-                same("in chunks", &serve(&mut engine));
-                same("in chunks, warm", &serve(&mut engine));
-            }
-            let forked =
-                (0..4).map(|i| Request { fork_of: (i > 0).then_some(RequestKey(0)), ..ask(1 + i, 1) });
-            let mut engine = engine(EngineOptions { window_pages: Some(24), ..opts(dtype, 100) });
-            same("forked", &run(&mut engine, forked.collect())[0]);
+            same_bits_on_every_way(name, |pages| opts(dtype, pages));
         }
     }
+}
+
+/// Near tokens in 16 bits lie in pages of a window: of models that have windows themselves (wider or narrower ones), and of one that has none.
+#[test]
+fn codes_with_near_tokens_in_16_bits_have_the_same_bits_cold_warm_evicted_chunked_batched_and_forked() {
+    for (name, dtype, (sinks, recent)) in [
+        ("families/qwen3", DType::I4, (4, 11)),
+        ("families/qwen3", DType::E4m3, (0, 8)),
+        ("families/gemma3", DType::I8, (8, 5)),
+        ("families/gpt-oss", DType::I4, (4, 12)),
+    ] {
+        let kv_cache_near = NearTokens { sinks, recent };
+        same_bits_on_every_way(name, |pages| EngineOptions { kv_cache_near, ..opts(dtype, pages) });
+    }
+}
+
+/// Of one model: every way the cache can serve it with pages of their own for windows gives the bits of one pool for all layers.
+fn same_bits_on_every_way(name: &str, opts: impl Fn(usize) -> EngineOptions) {
+    let model = open(name);
+    let engine = |opts| Engine::new(Arc::clone(&model), opts).unwrap();
+    let asked = opts(100);
+    let (dtype, near) = (asked.kv_cache_dtype, asked.kv_cache_near);
+    let mut plain = engine(EngineOptions { window_groups: false, ..asked });
+    assert_eq!(plain.kv_sizing().window, None);
+    let want = bits(&serve(&mut plain));
+    let same =
+        |what: &str, answer: &Answer| assert_eq!(bits(answer), want, "{name}, {dtype}, {near:?}: {what}");
+    let mut grouped = engine(EngineOptions { window_pages: Some(40), ..asked });
+    let window = model.config.layers.iter().filter_map(|l| l.window).chain([near.recent]).max().unwrap();
+    assert_eq!(grouped.kv_sizing().window.map(|w| (w.window, w.num_pages)), Some((window, 40)));
+    let cold = serve(&mut grouped);
+    same("cold", &cold);
+    assert_eq!(cold.books.cached_tokens, 0);
+    let warm = serve(&mut grouped);
+    same("warm", &warm);
+    assert_eq!(warm.books.cached_tokens, PROMPT - 1, "{name}: all but the last token");
+    // Others need the windows' pages, then everything.
+    run(&mut grouped, (2..8).map(|tail| ask(tail, tail as u32)).collect());
+    same("evicted", &serve(&mut grouped));
+    grouped.clear_prefix_cache();
+    same("forgotten", &serve(&mut grouped));
+    let stats = grouped.stats();
+    assert_eq!(stats.window_pages_free + stats.window_pages_cached, stats.window_pages_total);
+    for chunk in [1, 16, 64, 512] {
+        let limits = EngineOptions {
+            max_num_batched_tokens: chunk.max(8),
+            long_prefill_token_threshold: chunk,
+            window_pages: Some(24),
+            ..asked
+        };
+        let mut engine = engine(limits);
+        same("in chunks", &serve(&mut engine));
+        same("in chunks, warm", &serve(&mut engine));
+    }
+    let forked = (0..4).map(|i| Request { fork_of: (i > 0).then_some(RequestKey(0)), ..ask(1 + i, 1) });
+    let mut engine = engine(EngineOptions { window_pages: Some(24), ..asked });
+    same("forked", &run(&mut engine, forked.collect())[0]);
 }
 
 /// A pool for few windows and few pages: requests lose their pages and are computed again, with the same bits.

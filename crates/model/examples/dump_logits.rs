@@ -5,7 +5,6 @@
 use std::io::Write;
 use std::sync::Arc;
 
-use suanpan_cache::KvStorage;
 use suanpan_model::forward::{ExecOptions, Executor, LogitRows, MAX_LOGIT_ROWS, StepBatch, StepSeq};
 use suanpan_model::{LoadOptions, load};
 use suanpan_ops::Precision;
@@ -30,6 +29,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         precision,
         kv_dtype,
         kv_spared: suanpan_cache::LayerSet::NONE,
+        kv_near: suanpan_cache::NearTokens::NONE,
         batch_invariant: false,
         threads: 2,
         max_tokens: n,
@@ -38,7 +38,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         page_size: 16,
     };
     let mut exec = Executor::new(model, options)?;
-    let mut kv = KvStorage::new(&exec.kv_layers(), n.div_ceil(16), 16)?;
+    let mut kv = exec.kv_storage(n.div_ceil(16), None)?;
     let mut batch = StepBatch::default();
     batch.tokens.extend_from_slice(&tokens);
     batch.seqs.push(StepSeq { cached_len: 0, extend_len: n, logits: LogitRows::All });

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use suanpan_base::DType;
-use suanpan_cache::{KvStorage, LayerSet};
+use suanpan_cache::LayerSet;
 use suanpan_model::forward::{ExecOptions, Executor, LogitRows, StepBatch, StepSeq};
 use suanpan_model::{LoadOptions, load};
 use suanpan_ops::Precision;
@@ -43,6 +43,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         precision,
         kv_dtype,
         kv_spared: LayerSet::NONE,
+        kv_near: suanpan_cache::NearTokens::NONE,
         batch_invariant: false,
         threads: 2,
         max_tokens: CHUNK,
@@ -51,7 +52,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         page_size: 16,
     };
     let mut exec = Executor::new(model, options)?;
-    let mut kv = KvStorage::new(&exec.kv_layers(), longest.div_ceil(16), 16)?;
+    let mut kv = exec.kv_storage(longest.div_ceil(16), None)?;
     let mut batch = StepBatch::default();
     batch.page_table.extend(0..kv.num_pages() as u32);
     batch.page_table_stride = kv.num_pages();

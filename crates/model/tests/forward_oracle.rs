@@ -198,7 +198,7 @@ fn options_and_storage_that_do_not_fit_are_refused_by_name() {
     assert_eq!(field(ExecOptions { max_model_len: (1 << 20) + 1, ..o }).as_deref(), Some("max_model_len"));
     let mut d = Driver::new(model.clone(), o, 4);
     let other = Executor::new(model, ExecOptions { kv_dtype: DType::Bf16, ..o }).unwrap();
-    d.kv = suanpan_cache::KvStorage::new(&other.kv_layers(), 4, 16).unwrap();
+    d.kv = other.kv_storage(4, None).unwrap();
     d.batch.tokens = vec![1];
     d.batch.seqs = vec![StepSeq { cached_len: 0, extend_len: 1, logits: LogitRows::Last }];
     (d.batch.page_table, d.batch.page_table_stride) = (vec![0], 1);

@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use common::driver::{Driver, all, last, options};
 use suanpan_base::DType;
-use suanpan_cache::{Group, KvStorage};
 use suanpan_model::forward::{ExecOptions, LogitRows, StepSeq};
 use suanpan_model::{LoadOptions, Model, load};
 
@@ -76,9 +75,7 @@ fn c16_a_length_past_the_page_table_is_refused() {
     assert_eq!(refused(0, 3, vec![]), None);
 
     let mut d = Driver::new(open("families/gemma3"), ExecOptions { page_size: 4, ..opts(DType::F32) }, 8);
-    let groups = [Group::Window, Group::Full];
-    let layers: Vec<_> = d.exec.kv_layers().into_iter().zip(groups).collect();
-    d.kv = KvStorage::grouped(&layers, 8, Some(6), 4).unwrap();
+    d.kv = d.exec.kv_storage(8, Some(6)).unwrap();
     let mut step = |window_table: Vec<u32>| {
         d.batch.clear();
         d.batch.page_table_stride = 6;

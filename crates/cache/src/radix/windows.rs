@@ -25,6 +25,8 @@ pub(super) type UnitId = u32;
 pub struct WindowHit {
     /// Index of the first page in the sequence.
     pub first_page: usize,
+    /// The first pages of the sequence that are in sight of every token, as far as they lie in front of `first_page`.
+    pub sinks: Vec<PageHandle>,
     /// The pages of the window, in order.
     pub pages: Vec<PageHandle>,
     /// The hit ends inside the last of them: it must be copied before anything is written.
@@ -36,13 +38,22 @@ struct Unit {
     node: NodeId,
     /// Where in the node's tokens the prefix ends.
     end: usize,
-    /// Index in the sequence of the first of `pages`.
+    /// Index in the sequence of the window's first page.
     first_page: usize,
+    /// The first `sinks` pages of the sequence, then those from `first_page` on.
     pages: Vec<u32>,
+    sinks: usize,
     passed: bool,
     hits: u64,
     priority: i32,
     last_use: u64,
+}
+
+impl Unit {
+    /// The id of a page of the sequence that the unit has: a sink or one of the window.
+    fn page(&self, page: usize) -> u32 {
+        self.pages[page.checked_sub(self.first_page).map_or(page, |at| self.sinks + at)]
+    }
 }
 
 /// A page and how many units hold it.
@@ -56,6 +67,8 @@ pub(super) struct Windows {
     pool: PagePool,
     /// The widest window, the current token included.
     window: usize,
+    /// Pages of a sequence that stay in sight, from its first on.
+    sinks: usize,
     units: Vec<Option<Unit>>,
     unused: Vec<UnitId>,
     order: BTreeSet<(bool, Rank, UnitId)>,
@@ -71,10 +84,11 @@ pub(super) struct Agreed {
 }
 
 impl Windows {
-    pub fn new(pool: PagePool, window: usize) -> Windows {
+    pub fn new(pool: PagePool, window: usize, sinks: usize) -> Windows {
         Windows {
             pool,
             window,
+            sinks,
             units: Vec::new(),
             unused: Vec::new(),
             order: BTreeSet::new(),
@@ -184,7 +198,7 @@ impl Windows {
     }
 
     pub fn clear(&mut self) {
-        *self = Windows::new(self.pool.clone(), self.window);
+        *self = Windows::new(self.pool.clone(), self.window, self.sinks);
     }
 
     /// The unit's place moved: its node was split or grew in front.
@@ -196,9 +210,10 @@ impl Windows {
 }
 
 impl PrefixCache {
-    /// Keeps the windows of layers that look back `window` tokens at most, the current one included, in pages of `pool`.
-    pub fn with_windows(mut self, pool: PagePool, window: usize) -> PrefixCache {
-        self.windows = Some(Windows::new(pool, window));
+    /// Keeps the windows of layers that look back `window` tokens at most, the current one included, and to the first `sinks` pages of a
+    /// sequence, in pages of `pool`.
+    pub fn with_windows(mut self, pool: PagePool, window: usize, sinks: usize) -> PrefixCache {
+        self.windows = Some(Windows::new(pool, window, sinks));
         self
     }
 
@@ -241,12 +256,14 @@ impl PrefixCache {
         let Some(windows) = &mut self.windows else { return WindowHit::default() };
         let unit = windows.unit(agreed.unit);
         let first_page = windows.first_page(agreed.tokens).max(unit.first_page);
-        let last = agreed.tokens.div_ceil(page_size) - unit.first_page;
-        let ids = unit.pages[first_page - unit.first_page..last].to_vec();
+        let sinks = windows.sinks.min(first_page);
+        let wanted = (0..sinks).chain(first_page..agreed.tokens.div_ceil(page_size));
+        let ids: Vec<u32> = wanted.map(|page| unit.page(page)).collect();
         let priority = unit.priority;
         windows.clock += 1;
         let clock = windows.clock;
-        let pages = ids.iter().map(|id| windows.pages[id].page.share()).collect();
+        let mut shared = ids.iter().map(|id| windows.pages[id].page.share());
+        let (sink_pages, pages) = (shared.by_ref().take(sinks).collect(), shared.collect());
         let found = |unit: &mut Unit| {
             (unit.hits, unit.last_use) = (unit.hits + 1, clock);
             unit.passed &= unit.hits < 2;
@@ -260,6 +277,7 @@ impl PrefixCache {
                     end,
                     first_page,
                     pages: ids,
+                    sinks,
                     passed: false,
                     hits: 0,
                     priority,
@@ -270,7 +288,12 @@ impl PrefixCache {
             windows.change(id, policy, found);
             self.nodes[node as usize].units.insert(end, id);
         }
-        WindowHit { first_page, pages, ends_inside: !agreed.tokens.is_multiple_of(page_size) }
+        WindowHit {
+            first_page,
+            sinks: sink_pages,
+            pages,
+            ends_inside: !agreed.tokens.is_multiple_of(page_size),
+        }
     }
 
     /// Node and offset of the end of `tokens`, all of which are in the tree.
@@ -338,13 +361,16 @@ impl PrefixCache {
         let last = tokens.div_ceil(page_size);
         let wanted = windows.first_page(tokens);
         let first_page = if table.page_at(wanted).is_some() { wanted } else { wanted + 1 };
-        let pages: Vec<&PageHandle> = (first_page..last).map_while(|page| table.page_at(page)).collect();
+        let sinks = windows.sinks.min(first_page);
+        let wanted = (0..sinks).chain(first_page..last);
+        let pages: Vec<&PageHandle> = wanted.map_while(|page| table.page_at(page)).collect();
         let reaches = first_page == 0 || tokens + 1 >= first_page * page_size + windows.window;
-        if first_page + pages.len() < last || !reaches || !windows.take(&pages) {
+        if first_page + pages.len() < sinks + last || !reaches || !windows.take(&pages) {
             return;
         }
         let pages = pages.iter().map(|page| page.id()).collect();
-        let unit = Unit { node, end, first_page, pages, passed: false, hits, priority, last_use: clock };
+        let unit =
+            Unit { node, end, first_page, pages, sinks, passed: false, hits, priority, last_use: clock };
         let id = windows.add(unit, policy);
         self.nodes[node as usize].units.insert(end, id);
     }

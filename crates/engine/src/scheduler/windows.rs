@@ -6,7 +6,7 @@
 //! end only, and so needs nobody's pages.
 
 use suanpan_base::BadArgument;
-use suanpan_cache::{CacheBooks, PagePool};
+use suanpan_cache::{CacheBooks, PagePool, PageTable};
 
 use super::{OP, Scheduler};
 use crate::sequence::Seq;
@@ -18,12 +18,19 @@ pub struct WindowGroup {
     pub pool: PagePool,
     /// How far the widest of the layers looks back, the current token included.
     pub window: usize,
+    /// First tokens of a sequence that stay in its sight, in whole pages.
+    pub sinks: usize,
 }
 
 impl WindowGroup {
     /// Tokens, from the first on, that a request of `tokens` tokens is given pages for when `hit` of them are found.
     pub(super) fn reach(&self, tokens: usize, hit: usize, page_size: usize) -> usize {
-        tokens.min(hit.saturating_add(self.window).saturating_add(2 * page_size))
+        tokens.min(hit.saturating_add(self.window).saturating_add(self.sinks + 2 * page_size))
+    }
+
+    /// A request's table over these pages.
+    pub(crate) fn table(&self) -> PageTable {
+        PageTable::with_sinks(&self.pool, self.sinks / self.pool.page_size())
     }
 
     /// Refuses a request that could not run even with every page to itself.
@@ -50,7 +57,8 @@ impl Scheduler {
             let supported = format!("{}, as the other layers' pages", self.pool.page_size());
             return Err(BadArgument::new(OP, "page_size", group.pool.page_size(), supported));
         }
-        let prefix = self.prefix.with_windows(group.pool.clone(), group.window);
+        let prefix =
+            self.prefix.with_windows(group.pool.clone(), group.window, group.sinks / self.pool.page_size());
         Ok(Scheduler { prefix, window: Some(group), ..self })
     }
 

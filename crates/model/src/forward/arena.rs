@@ -29,6 +29,9 @@ struct Sizes {
     gathered: usize,
     /// The same: a number an expert.
     router: usize,
+    /// Where near tokens are read apart: their part of `out`, and the lse of both parts.
+    near_out: usize,
+    near_lse: usize,
     logits: usize,
 }
 
@@ -61,6 +64,10 @@ pub(super) struct AttnViews<'a> {
     pub raw: &'a mut [f32],
     /// The same: one part of every row, side by side.
     pub gathered: &'a mut [f32],
+    /// Where near tokens are read apart: what queries find there.
+    pub near_out: &'a mut [f32],
+    /// The same: `[num_q_heads, rows]` of what lies far, then of what is near.
+    pub lse: [&'a mut [f32]; 2],
 }
 
 /// Buffers of the MLP: `[rows, its width]` each.
@@ -93,6 +100,7 @@ impl Arena {
         config: &ModelConfig,
         max_tokens: usize,
         logit_rows: usize,
+        near: bool,
     ) -> Result<Arena, BadArgument> {
         let lines = |field: &str, rows: usize, cols: usize| {
             checked_product("executor", field, &[rows, cols, size_of::<f32>()])
@@ -104,12 +112,13 @@ impl Arena {
             let widest = (n * rotated).max(l.nope_dim).max(heads.head_dim_v).max(l.q_rank.unwrap_or(0));
             (n * (l.nope_dim + rotated).max(l.v_dim), widest)
         });
+        let q_rows = |width: usize| lines("num_q_heads", max_tokens, heads.num_q_heads * width);
         let sizes = Sizes {
             hidden: lines("hidden_size", max_tokens, config.hidden_size)?,
-            q: lines("num_q_heads", max_tokens, heads.num_q_heads * heads.head_dim_qk)?,
+            q: q_rows(heads.head_dim_qk)?,
             k: lines("num_kv_heads", max_tokens, heads.num_kv_heads * heads.head_dim_qk)?,
             v: lines("num_kv_heads", max_tokens, heads.num_kv_heads * heads.head_dim_v)?,
-            out: lines("num_q_heads", max_tokens, heads.num_q_heads * heads.head_dim_v)?,
+            out: q_rows(heads.head_dim_v)?,
             raw: lines("qk_nope_head_dim", max_tokens, raw)?,
             gathered_heads: lines("qk_rope_head_dim", max_tokens, gathered_heads)?,
             inter: lines("intermediate_size", max_tokens, config.widest_mlp())?,
@@ -118,6 +127,8 @@ impl Arena {
                 None => 0,
             },
             router: lines("num_experts", max_tokens, config.experts.map_or(0, |e| e.count))?,
+            near_out: if near { q_rows(heads.head_dim_v)? } else { 0 },
+            near_lse: if near { q_rows(1)? } else { 0 },
             logits: lines("vocab_size", logit_rows, config.vocab_size)?,
         };
         let total = 2 * sizes.hidden + sizes.logits + sizes.scratch();
@@ -144,6 +155,7 @@ impl Arena {
 impl Sizes {
     fn scratch(&self) -> usize {
         let attention = self.q + self.k + self.v + self.out + self.raw + self.gathered_heads;
+        let attention = attention + self.near_out + 2 * self.near_lse;
         attention.max(3 * self.inter + self.gathered + self.router)
     }
 }
@@ -156,7 +168,10 @@ impl Views<'_> {
         let (v, rest) = rest.split_at_mut(self.sizes.v);
         let (out, rest) = rest.split_at_mut(self.sizes.out);
         let (raw, rest) = rest.split_at_mut(self.sizes.raw);
-        AttnViews { q, k, v, out, raw, gathered: &mut rest[..self.sizes.gathered_heads] }
+        let (gathered, rest) = rest.split_at_mut(self.sizes.gathered_heads);
+        let (near_out, rest) = rest.split_at_mut(self.sizes.near_out);
+        let (far, near) = rest[..2 * self.sizes.near_lse].split_at_mut(self.sizes.near_lse);
+        AttnViews { q, k, v, out, raw, gathered, near_out, lse: [far, near] }
     }
 
     /// The scratch rows as the MLP's buffers.

@@ -1,7 +1,7 @@
 //! What one step is asked to do, and the refusals that come before anything is touched.
 
 use suanpan_base::{BadArgument, DType, SeqLen};
-use suanpan_cache::LayerSet;
+use suanpan_cache::{LayerSet, NearTokens};
 use suanpan_ops::Precision;
 
 const OP: &str = "step";
@@ -87,6 +87,8 @@ pub struct ExecOptions {
     pub kv_dtype: DType,
     /// Layers that store bf16 instead, where `kv_dtype` has fewer bits.
     pub kv_spared: LayerSet,
+    /// Tokens that all other layers without a window read in bf16 all the same, where `kv_dtype` has fewer bits.
+    pub kv_near: NearTokens,
     /// A row's bits depend on its own keys alone: not on chunks, on the batch, or on what was cached.
     pub batch_invariant: bool,
     /// Threads of the executor's own pool.
@@ -105,11 +107,6 @@ pub struct ExecOptions {
 const MAX_THREADS: usize = 1024;
 
 impl ExecOptions {
-    /// What layer `index` stores.
-    pub fn layer_dtype(&self, index: usize) -> DType {
-        self.kv_spared.stored(self.kv_dtype, index)
-    }
-
     /// Refuses zero limits, and sequences longer than the model's positions.
     pub(super) fn check(&self, max_position_embeddings: usize) -> Result<(), BadArgument> {
         const OP: &str = "executor";
@@ -178,6 +175,8 @@ pub(super) fn check(batch: &StepBatch, limits: &Limits) -> Result<(), BadArgumen
             // The first new token looks back so far.
             let first = (seq.cached_len + 1).saturating_sub(window) / opts.page_size;
             let pages = (seq.cached_len + seq.extend_len).div_ceil(opts.page_size);
+            let sinks = (opts.kv_near.sinks / opts.page_size).min(first);
+            check_ids(("window_table", i), row, 0..sinks, num_pages)?;
             check_ids(("window_table", i), row, first..pages, num_pages)?;
         }
         tokens = tokens.saturating_add(seq.extend_len);

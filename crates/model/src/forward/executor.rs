@@ -10,7 +10,7 @@ use suanpan_cache::{Group, KvStorage, LayerShape, quant};
 use suanpan_ledger::AttnBooks;
 use suanpan_ops::{self as ops, LinearInput, LinearOut, LinearWorkspace, Precision, RopeTable};
 
-use crate::config::RopeConfig;
+use crate::config::{ModelConfig, RopeConfig};
 use crate::error::ModelError;
 use crate::load::Model;
 use crate::rope;
@@ -19,7 +19,8 @@ use crate::weights::Weights;
 use super::arena::Arena;
 use super::batch::{self, ExecOptions, StepBatch, StepSeq};
 use super::experts::Choices;
-use super::layer::Ctx;
+use super::layer::{Ctx, Parts};
+use super::near::{self, KvLayer};
 use super::rows;
 use super::times::{Op, OpTimes, Watch};
 
@@ -32,21 +33,36 @@ pub struct Executor {
     core: Core,
 }
 
+/// Which tokens a plan's queries look for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    /// All that the mask shows.
+    Whole,
+    /// Those that are not near.
+    Far,
+}
+
 /// Everything but the pool, so that a step can run inside it.
 struct Core {
     model: Arc<Model>,
     opts: ExecOptions,
     arena: Arena,
-    /// One plan for each mask and stored type that occur.
-    plans: Vec<((Mask, DType), Plan)>,
-    /// Which plan a layer uses.
+    /// One plan for each part of the tokens, mask and stored type that occur.
+    plans: Vec<((Part, Mask, DType), Plan)>,
+    /// Which plan a layer of the storage uses: the model's layers, then those of near tokens.
     layer_plans: Vec<usize>,
+    /// The storage's layers.
+    kv_layers: Vec<KvLayer>,
+    /// Where in the storage a model's layer has its near tokens.
+    near_at: Vec<Option<usize>>,
     attn: Workspace,
     input: LinearInput,
     linear: LinearWorkspace,
     ropes: Vec<RopeTable>,
     choices: Choices,
     lens: Vec<SeqLen>,
+    /// The same without near tokens.
+    far_lens: Vec<SeqLen>,
     positions: Vec<u32>,
     slots: Vec<u64>,
     /// The same in the pages of layers with a window, where they have their own.
@@ -88,11 +104,21 @@ impl Executor {
         &self.core.opts
     }
 
-    /// Shapes of the storage that [`Executor::step`] takes, one for each layer.
-    pub fn kv_layers(&self) -> Vec<LayerShape> {
-        let config = &self.core.model.config;
-        let dtype = |layer| self.core.opts.layer_dtype(layer);
-        (0..config.layers.len()).map(|i| LayerShape { heads: config.heads, dtype: dtype(i) }).collect()
+    /// The layers of the storage that [`Executor::step`] takes.
+    pub fn kv_layers(&self) -> &[KvLayer] {
+        &self.core.kv_layers
+    }
+
+    /// Storage for [`Executor::step`]: layers with a window have pages of their own where `window_pages` says how many.
+    pub fn kv_storage(
+        &self,
+        num_pages: usize,
+        window_pages: Option<usize>,
+    ) -> Result<KvStorage, BadArgument> {
+        let own = |layer: &KvLayer| window_pages.is_some() && layer.windowed;
+        let group = |layer: &KvLayer| if own(layer) { Group::Window } else { Group::Full };
+        let layers: Vec<_> = self.kv_layers().iter().map(|layer| (layer.shape, group(layer))).collect();
+        KvStorage::grouped(&layers, num_pages, window_pages, self.options().page_size)
     }
 
     /// Bytes of the activations, planned once.
@@ -150,10 +176,12 @@ impl Executor {
     pub fn predicted(&self, seq: &StepSeq) -> AttnBooks {
         let core = &self.core;
         let heads = core.model.config.heads;
+        let far = core.opts.kv_near.far(seq.len());
         let layer = |&p: &usize| {
-            let ((_, dtype), plan) = &core.plans[p];
+            let ((part, _, dtype), plan) = &core.plans[p];
             let kv_write_bytes = LayerShape { heads, dtype: *dtype }.bytes(seq.extend_len);
-            AttnBooks { kv_write_bytes, ..plan.predicted(seq.len()) }
+            let len = if *part == Part::Far { far } else { seq.len() };
+            AttnBooks { kv_write_bytes, ..plan.predicted(len) }
         };
         core.layer_plans.iter().map(layer).sum()
     }
@@ -180,33 +208,10 @@ impl Core {
             max_seqlen_k: opts.max_model_len,
         };
         opts.kv_spared.check(config.layers.len())?;
-        let mut plans: Vec<((Mask, DType), Plan)> = Vec::new();
-        let mut layer_plans = Vec::with_capacity(config.layers.len());
-        for (i, layer) in config.layers.iter().enumerate() {
-            let mask = layer.window.map_or(Mask::CAUSAL, Mask::window);
-            let key = (mask, opts.layer_dtype(i));
-            let known = plans.iter().position(|(k, _)| *k == key);
-            let index = known.unwrap_or(plans.len());
-            if known.is_none() {
-                let problem = Problem {
-                    softmax_scale: config.softmax_scale,
-                    // A family has sinks in all layers or in none.
-                    scores: Scores {
-                        softcap: config.attn_softcap,
-                        sink: config.family.sinks,
-                        ..Scores::default()
-                    },
-                    kv_dtype: key.1,
-                    kv_scales: if key.1.is_code() { ScaleGrain::Token } else { ScaleGrain::None },
-                    kv_scale_dtype: quant::SCALE_DTYPE,
-                    batch_invariant: opts.batch_invariant,
-                    kv: KvLayout::Paged { page_size: opts.page_size },
-                    ..Problem::new(heads, mask)
-                };
-                plans.push((key, Plan::new(&problem, &machine, limits)?));
-            }
-            layer_plans.push(index);
-        }
+        opts.kv_near.check("executor", opts.kv_dtype, opts.page_size)?;
+        let kv_layers = near::kv_layers(config, opts.kv_dtype, opts.kv_spared, opts.kv_near);
+        let near_at = near::places(&kv_layers, config.layers.len());
+        let (plans, layer_plans) = plans(config, &opts, (&kv_layers, &near_at), &machine, limits)?;
         let attn = Workspace::for_plans(&plans.iter().map(|(_, p)| p).collect::<Vec<_>>());
         let latent = config.latent.map_or(0, |l| l.nope_dim.max(heads.head_dim_v).max(l.q_rank.unwrap_or(0)));
         let max_cols = config.hidden_size.max(config.o_cols()).max(config.widest_mlp()).max(latent);
@@ -217,15 +222,23 @@ impl Core {
             RopeTable::new(&inv_freq, rope.attention_factor, opts.max_model_len)
         };
         Ok(Core {
-            arena: Arena::new(config, opts.max_tokens, MAX_LOGIT_ROWS.min(opts.max_tokens))?,
+            arena: Arena::new(
+                config,
+                opts.max_tokens,
+                MAX_LOGIT_ROWS.min(opts.max_tokens),
+                kv_layers.len() > config.layers.len(),
+            )?,
             attn,
             plans,
             layer_plans,
+            kv_layers,
+            near_at,
             input: linear_input(&model.weights, max_rows, max_cols, opts.precision),
             linear: LinearWorkspace::new(max_rows, opts.threads),
             ropes: config.ropes.iter().map(table).collect(),
             choices: Choices::new(opts.max_tokens, config.experts, config.family.experts),
             lens: Vec::with_capacity(opts.max_seqs),
+            far_lens: Vec::with_capacity(opts.max_seqs),
             positions: Vec::with_capacity(opts.max_tokens),
             slots: Vec::with_capacity(opts.max_tokens),
             window_slots: Vec::with_capacity(opts.max_tokens),
@@ -239,7 +252,8 @@ impl Core {
 
     fn check(&self, batch: &StepBatch, kv: &KvStorage) -> Result<(), ModelError> {
         let config = &self.model.config;
-        let window = config.layers.iter().filter_map(|layer| layer.window).max();
+        let near = self.opts.kv_near.is_some().then_some(self.opts.kv_near.recent);
+        let window = config.layers.iter().filter_map(|layer| layer.window).chain(near).max();
         let limits = batch::Limits {
             opts: &self.opts,
             vocab_size: config.vocab_size,
@@ -247,16 +261,14 @@ impl Core {
             window: kv.window_pages().zip(window),
         };
         batch::check(batch, &limits)?;
-        let shape = |i| LayerShape { heads: config.heads, dtype: self.opts.layer_dtype(i) };
-        let fits = kv.num_layers() == config.layers.len()
+        let fits = kv.num_layers() == self.kv_layers.len()
             && kv.page_size() == self.opts.page_size
-            && (0..kv.num_layers()).all(|i| kv.layer(i) == shape(i))
-            && (0..kv.num_layers()).all(|i| kv.group(i) == Group::Full || config.layers[i].window.is_some());
+            && self.kv_layers.iter().enumerate().all(|(i, layer)| {
+                kv.layer(i) == layer.shape && (kv.group(i) == Group::Full || layer.windowed)
+            });
         if !fits {
             let asked = format!("{} layers of pages of {} tokens", kv.num_layers(), kv.page_size());
-            return Err(
-                BadArgument::new("step", "kv", asked, "storage made from kv_layers() and page_size").into()
-            );
+            return Err(BadArgument::new("step", "kv", asked, "storage made by kv_storage()").into());
         }
         Ok(())
     }
@@ -265,6 +277,7 @@ impl Core {
     fn prepare(&mut self, batch: &StepBatch) -> Result<(), ModelError> {
         let page_size = self.opts.page_size;
         self.lens.clear();
+        self.far_lens.clear();
         self.positions.clear();
         self.slots.clear();
         self.window_slots.clear();
@@ -272,6 +285,7 @@ impl Core {
         for (i, seq) in batch.seqs.iter().enumerate() {
             let row = i * batch.page_table_stride;
             self.lens.push(seq.len());
+            self.far_lens.push(self.opts.kv_near.far(seq.len()));
             self.books.push(AttnBooks::default());
             for position in seq.cached_len..seq.cached_len + seq.extend_len {
                 let slot = |table: &[u32]| {
@@ -285,8 +299,8 @@ impl Core {
                 }
             }
         }
-        for (_, plan) in &mut self.plans {
-            plan.schedule(&self.lens)?;
+        for ((part, ..), plan) in &mut self.plans {
+            plan.schedule(if *part == Part::Far { &self.far_lens } else { &self.lens })?;
         }
         Ok(())
     }
@@ -296,7 +310,8 @@ impl Core {
         self.watch.start();
         self.prepare(batch)?;
         self.watch.mark(Op::Attn);
-        let Core { model, arena, plans, layer_plans, books, .. } = self;
+        let Core { model, arena, plans, layer_plans, near_at, books, .. } = self;
+        let plan = |layer: usize| &plans[layer_plans[layer]].1;
         let (config, weights) = (&model.config, &model.weights);
         let (rows, hidden) = (batch.tokens.len(), config.hidden_size);
         let mut views = arena.views();
@@ -308,6 +323,7 @@ impl Core {
         let mut ctx = Ctx {
             config,
             batch,
+            sink_pages: self.opts.kv_near.sinks / self.opts.page_size,
             positions: &self.positions,
             slots: &self.slots,
             window_slots: &self.window_slots,
@@ -321,7 +337,8 @@ impl Core {
         let last = config.layers.len() - 1;
         let mut live = rows;
         for (i, layer) in weights.layers.iter().enumerate() {
-            ctx.attend(i, layer, &plans[layer_plans[i]].1, &mut views, kv, books)?;
+            let near = near_at[i].map(|at| (at, plan(at)));
+            ctx.attend(i, layer, Parts { plan: plan(i), near }, &mut views, kv, books)?;
             if i == last {
                 // Nobody reads the other rows after this layer's attention.
                 let o_cols = config.heads.num_q_heads * config.heads.head_dim_v;
@@ -356,6 +373,49 @@ impl Core {
         }
         self.watch.mark(Op::LmHead);
     }
+}
+
+/// The plans that occur, and which one each layer of the storage uses.
+#[allow(clippy::type_complexity, reason = "what the caller keeps, by name")]
+fn plans(
+    config: &ModelConfig,
+    opts: &ExecOptions,
+    (kv_layers, near_at): (&[KvLayer], &[Option<usize>]),
+    machine: &Machine,
+    limits: Limits,
+) -> Result<(Vec<((Part, Mask, DType), Plan)>, Vec<usize>), BadArgument> {
+    let mut plans: Vec<((Part, Mask, DType), Plan)> = Vec::new();
+    let mut layer_plans = Vec::with_capacity(kv_layers.len());
+    for (i, layer) in kv_layers.iter().enumerate() {
+        let (part, mask) = match config.layers.get(i) {
+            None => (Part::Whole, opts.kv_near.mask()),
+            Some(_) if near_at[i].is_some() => (Part::Far, Mask::CAUSAL),
+            Some(own) => (Part::Whole, own.window.map_or(Mask::CAUSAL, Mask::window)),
+        };
+        let key = (part, mask, layer.shape.dtype);
+        let known = plans.iter().position(|(k, _)| *k == key);
+        let index = known.unwrap_or(plans.len());
+        if known.is_none() {
+            let problem = Problem {
+                softmax_scale: config.softmax_scale,
+                // A family has sinks in all layers or in none.
+                scores: Scores {
+                    softcap: config.attn_softcap,
+                    sink: config.family.sinks && part != Part::Far,
+                    ..Scores::default()
+                },
+                kv_dtype: key.2,
+                kv_scales: if key.2.is_code() { ScaleGrain::Token } else { ScaleGrain::None },
+                kv_scale_dtype: quant::SCALE_DTYPE,
+                batch_invariant: opts.batch_invariant,
+                kv: KvLayout::Paged { page_size: opts.page_size },
+                ..Problem::new(config.heads, mask)
+            };
+            plans.push((key, Plan::new(&problem, machine, limits)?));
+        }
+        layer_plans.push(index);
+    }
+    Ok((plans, layer_plans))
 }
 
 /// Room for the inputs of every product. Where no weight needs them in f32, they are held as integers only.

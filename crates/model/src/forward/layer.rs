@@ -13,12 +13,15 @@ use crate::weights::{Ffn, Gated, LayerWeights, Linear, Mlp, Values};
 use super::arena::{AttnViews, FfnViews, Views};
 use super::batch::StepBatch;
 use super::experts::Choices;
+use super::near;
 use super::times::{Op, Watch};
 
 /// What every layer of a step shares.
 pub(super) struct Ctx<'a> {
     pub config: &'a ModelConfig,
     pub batch: &'a StepBatch,
+    /// Pages of a sequence that queries read in 16 bits, where they read near tokens apart.
+    pub sink_pages: usize,
     pub positions: &'a [u32],
     pub slots: &'a [u64],
     pub window_slots: &'a [u64],
@@ -29,6 +32,15 @@ pub(super) struct Ctx<'a> {
     pub attn: &'a mut Workspace,
     pub choices: &'a mut Choices,
     pub watch: &'a mut Watch,
+}
+
+/// How a layer's queries read its keys.
+#[derive(Clone, Copy)]
+pub(super) struct Parts<'a> {
+    /// All tokens, or those that are not near.
+    pub plan: &'a Plan,
+    /// The layer of the storage that has the near ones, and their plan.
+    pub near: Option<(usize, &'a Plan)>,
 }
 
 pub(super) fn out(data: &mut [f32], row_stride: usize) -> LinearOut<'_> {
@@ -59,7 +71,7 @@ impl Ctx<'_> {
         &mut self,
         index: usize,
         weights: &LayerWeights,
-        plan: &Plan,
+        parts: Parts<'_>,
         views: &mut Views<'_>,
         kv: &mut KvStorage,
         books: &mut [AttnBooks],
@@ -75,7 +87,7 @@ impl Ctx<'_> {
             Values::Own(v) => self.qkv(weights, v, rope, rows, views),
             Values::InKeys(latent) => self.latent_qk(weights, latent, rope, rows, views),
         }
-        let AttnViews { q, k, v, out: o, .. } = views.attn();
+        let AttnViews { q, k, v, out: o, near_out, lse, .. } = views.attn();
         let v_cols = if heads.values_in_keys { 0 } else { heads.num_kv_heads * heads.head_dim_v };
         let (q, k, v) = (&mut q[..rows * q_cols], &mut k[..rows * k_cols], &mut v[..rows * v_cols]);
         // Codes have one scale a row: a column that stands out would take their few digits from all others. Rotated, no column does,
@@ -86,45 +98,74 @@ impl Ctx<'_> {
             ops::hadamard(k, keys);
             ops::hadamard(v, values);
         }
-        let (slots, page_table) = match kv.group(index) {
-            Group::Full => (self.slots, &self.batch.page_table),
-            Group::Window => (self.window_slots, &self.batch.window_table),
-        };
-        let written = kv.write(index, slots, k, v);
-        for (books, seq) in books.iter_mut().zip(&self.batch.seqs) {
-            books.kv_write_bytes += written / rows as u64 * seq.extend_len as u64;
+        for at in std::iter::once(index).chain(parts.near.map(|(at, _)| at)) {
+            let slots = if kv.group(at) == Group::Full { self.slots } else { self.window_slots };
+            let written = kv.write(at, slots, k, v);
+            for (books, seq) in books.iter_mut().zip(&self.batch.seqs) {
+                books.kv_write_bytes += written / rows as u64 * seq.extend_len as u64;
+            }
         }
         self.watch.mark(Op::Write);
-        let o_cols = heads.num_q_heads * heads.head_dim_v;
-        let strides = |(token, head, page): (usize, usize, usize)| Strides { token, head, page };
-        let args = Args {
-            kv_scales: KvScales {
-                k: kv.k_scales(index),
-                k_strides: strides(kv.scale_strides(index)),
-                v: kv.v_scales(index),
-                v_strides: strides(kv.scale_strides(index)),
-            },
-            extras: Extras { sinks: weights.sinks.as_deref(), ..Extras::default() },
-            q: Buf::F32(q),
-            q_strides: (q_cols, heads.head_dim_qk),
-            k: kv.k(index),
-            k_strides: strides(kv.k_strides(index)),
-            v: kv.v(index),
-            v_strides: strides(kv.v_strides(index)),
-            page_table,
-            page_table_stride: self.batch.page_table_stride,
-            out: BufMut::F32(&mut o[..rows * o_cols]),
-            out_strides: (o_cols, heads.head_dim_v),
-            lse: None,
-            max_scores: None,
-        };
-        attn::run(plan, args, self.attn, books)?;
+        let n = rows * heads.num_q_heads;
+        let o = &mut o[..n * heads.head_dim_v];
+        let sinks = weights.sinks.as_deref();
+        match parts.near {
+            None => self.read(parts.plan, (kv, index, 0), (sinks, q), (o, None), books)?,
+            Some((at, near)) => {
+                let [far_lse, near_lse] = lse.map(|lse| &mut lse[..n]);
+                let near_out = &mut near_out[..n * heads.head_dim_v];
+                let skip = self.sink_pages;
+                self.read(parts.plan, (kv, index, skip), (None, q), (o, Some(far_lse)), books)?;
+                self.read(near, (kv, at, 0), (sinks, q), (near_out, Some(near_lse)), books)?;
+                near::merge(heads, (o, far_lse), (near_out, near_lse));
+            }
+        }
         if let Some((_, values)) = rotated {
             // Sums of rotated values, turned back.
-            ops::hadamard(&mut o[..rows * o_cols], values);
+            ops::hadamard(o, values);
         }
         self.watch.mark(Op::Attn);
         Ok(())
+    }
+
+    /// What `plan`'s queries find in layer `at` of the storage, whose first `skip` pages of a sequence are left out.
+    fn read(
+        &mut self,
+        plan: &Plan,
+        (kv, at, skip): (&KvStorage, usize, usize),
+        (sinks, q): (Option<&[f32]>, &[f32]),
+        (out, lse): (&mut [f32], Option<&mut [f32]>),
+        books: &mut [AttnBooks],
+    ) -> Result<(), ModelError> {
+        let heads = self.config.heads;
+        let (q_cols, o_cols) = (heads.num_q_heads * heads.head_dim_qk, heads.num_q_heads * heads.head_dim_v);
+        let table = match kv.group(at) {
+            Group::Full => &self.batch.page_table,
+            Group::Window => &self.batch.window_table,
+        };
+        let strides = |(token, head, page): (usize, usize, usize)| Strides { token, head, page };
+        let args = Args {
+            kv_scales: KvScales {
+                k: kv.k_scales(at),
+                k_strides: strides(kv.scale_strides(at)),
+                v: kv.v_scales(at),
+                v_strides: strides(kv.scale_strides(at)),
+            },
+            extras: Extras { sinks, ..Extras::default() },
+            q: Buf::F32(q),
+            q_strides: (q_cols, heads.head_dim_qk),
+            k: kv.k(at),
+            k_strides: strides(kv.k_strides(at)),
+            v: kv.v(at),
+            v_strides: strides(kv.v_strides(at)),
+            page_table: &table[skip.min(table.len())..],
+            page_table_stride: self.batch.page_table_stride,
+            out: BufMut::F32(out),
+            out_strides: (o_cols, heads.head_dim_v),
+            lse,
+            max_scores: None,
+        };
+        Ok(attn::run(plan, args, self.attn, books)?)
     }
 
     /// Queries, keys and values of the input, normalised and rotated as the layer has it.

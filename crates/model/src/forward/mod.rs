@@ -8,9 +8,11 @@ mod executor;
 mod experts;
 mod latent;
 mod layer;
+mod near;
 mod rows;
 mod times;
 
 pub use batch::{ExecOptions, LogitRows, StepBatch, StepSeq};
 pub use executor::{Executor, MAX_LOGIT_ROWS};
+pub use near::{KvLayer, kv_layers};
 pub use times::{Op, OpTimes};

@@ -15,6 +15,7 @@ pub fn options() -> ExecOptions {
         precision: Precision::F32,
         kv_dtype: DType::F32,
         kv_spared: LayerSet::NONE,
+        kv_near: suanpan_cache::NearTokens::NONE,
         batch_invariant: false,
         threads: 2,
         max_tokens: 128,
@@ -57,7 +58,7 @@ impl Driver {
     /// Storage of `num_pages` pages, handed out in a random order.
     pub fn new(model: Arc<Model>, opts: ExecOptions, num_pages: usize) -> Driver {
         let exec = Executor::new(model, opts).unwrap();
-        let kv = KvStorage::new(&exec.kv_layers(), num_pages, opts.page_size).unwrap();
+        let kv = exec.kv_storage(num_pages, None).unwrap();
         let mut free: Vec<u32> = (0..num_pages as u32).collect();
         Random(99).shuffle(&mut free);
         Driver { exec, kv, batch: StepBatch::default(), free, seqs: Vec::new() }
