@@ -19,6 +19,7 @@
 
 pub mod attention;
 pub mod driver;
+pub mod nccl;
 pub mod plan;
 pub mod shapes;
 pub mod tensor_map;
@@ -42,6 +43,9 @@ pub enum Error {
     /// A plan or a call that no kernel here takes.
     #[error(transparent)]
     Bad(#[from] suanpan_base::BadArgument),
+    /// NCCL is missing, refused or failed.
+    #[error(transparent)]
+    Nccl(#[from] nccl::Error),
     /// The driver refused a call.
     #[error("{call}: {source}")]
     Driver { call: &'static str, source: cudarc::driver::DriverError },

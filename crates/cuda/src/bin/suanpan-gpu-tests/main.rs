@@ -10,6 +10,7 @@ mod forward;
 mod fp8;
 mod invariant;
 mod lengths;
+mod nccl;
 
 use suanpan_cuda::Error;
 use suanpan_cuda::driver::Gpu;
@@ -48,8 +49,11 @@ impl Report {
 }
 
 const ALL: &str = "api,invariant,lengths,forward,features,fp8,decode,fused,append,latent";
+/// Run only where it is named: it needs a library that a machine with a GPU need not have.
+const NCCL: &str = "nccl";
 const USAGE: &str = "usage: suanpan-gpu-tests [--what PART,..] [--small] [--cubin-dir DIR]
-  --what       parts to run, of api,invariant,lengths,forward,features,fp8,decode,fused,append,latent (default: all)
+  --what       parts to run, of api,invariant,lengths,forward,features,fp8,decode,fused,append,latent (default: all of these)
+               and nccl (NCCL with one rank: SUANPAN_NCCL_LIBRARY names its libnccl.so.2 where the loader does not find it)
   --small      a few short cases of each kind, for compute-sanitizer
   --cubin-dir  kernels of the same names from there instead of the embedded ones";
 
@@ -65,7 +69,9 @@ fn options() -> Option<(String, bool, Option<std::path::PathBuf>)> {
             _ => return None,
         }
     }
-    what.split(',').all(|part| ALL.split(',').any(|known| known == part)).then_some((what, small, cubin_dir))
+    what.split(',')
+        .all(|part| ALL.split(',').any(|known| known == part) || part == NCCL)
+        .then_some((what, small, cubin_dir))
 }
 
 fn main() -> Result<(), Error> {
@@ -104,6 +110,9 @@ fn main() -> Result<(), Error> {
     }
     if what.contains("latent") {
         decode_mla::test(&gpu, &mut report)?;
+    }
+    if what.contains(NCCL) {
+        nccl::test(&gpu, &mut report)?;
     }
     println!("{} of {} checks failed", report.failed, report.run);
     if report.failed > 0 {
