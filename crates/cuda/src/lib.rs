@@ -4,6 +4,8 @@
 //! a launch takes device addresses and shapes, checks what the hardware would otherwise answer with garbage, and puts one kernel on a
 //! stream. Not here: any transformer.
 //!
+//! `nccl` carries messages between devices.
+//!
 //! Without the feature `cuda` this crate is empty. With it, the build compiles `kernels/**` with nvcc 13.0 and fails on a spill or on products that
 //! the assembler serialises; the cubins are embedded, so that a binary starts on a machine without a GPU and says so.
 //!

@@ -22,7 +22,7 @@ pub struct Version {
 }
 
 impl Version {
-    /// The first whose configuration has the fields of [`Config`]; later ones take it as it is.
+    /// The first whose configuration has the fields that are passed here; later ones take it as it is.
     pub const LEAST: Version = Version { major: 2, minor: 17, patch: 0 };
 
     /// From the code that `ncclGetVersion` gives: 10,000 a major release since 2.9, 1,000 before.
