@@ -95,10 +95,11 @@ fn main() -> Result<(), Error> {
         decode_mla::bench(&gpu, &opt)?;
     }
     if opt.what.iter().any(|w| w == "ranks") {
+        let second = Gpu::open(0, opt.cubin_dir.clone())?;
         let lens = if opt.chosen_lens { opt.lens.clone() } else { vec![16_384] };
         for tokens in lens {
             for ranks in [2, 4, 8] {
-                ranks::cell(&gpu, &opt.label, ranks, tokens as usize)?;
+                ranks::cell([&gpu, &second], &opt.label, ranks, tokens as usize)?;
             }
         }
     }
