@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use suanpan_base::DType;
 use suanpan_cache::KvStorage;
 use suanpan_ledger::AttnBooks;
 use suanpan_model::forward::{ExecOptions, Executor, LogitRows, StepBatch, StepSeq};
@@ -50,6 +51,10 @@ struct AttnArgs {
     /// Where it runs: cpu, or cuda for the first Hopper device (then --threads does not apply, and --repeats 0 only checks and predicts).
     #[arg(long, value_enum, default_value_t = BenchDevice::Cpu)]
     device: BenchDevice,
+    /// Stored types of K and V on a GPU (bf16, fp8_e4m3, int8, int4) [default: bf16]: the quantised ones lie in pages,
+    /// and the append that fills them is a row, too.
+    #[arg(long, value_delimiter = ',')]
+    kv_dtypes: Vec<DType>,
     /// Print JSON; on the CPU a list of {"phase", "isa", "threads", "dtype", "kv_dtype", "num_q_heads", "num_kv_heads", "head_dim", "mask", "seqlen_q",
     /// "seqlen_k", "page_size", "ms", "gflops", "kv_gbytes_per_s", "error"}, on a GPU {"peaks", "rows"}.
     #[arg(long)]
@@ -103,7 +108,12 @@ fn attn_cuda(_: &AttnArgs) -> anyhow::Result<()> {
 fn attn_cuda(args: &AttnArgs) -> anyhow::Result<()> {
     use crate::attn_cuda;
     ensure!(args.threads.is_none(), "--threads: supported with --device cpu");
+    for dtype in &args.kv_dtypes {
+        let known = [DType::Bf16, DType::E4m3, DType::I8, DType::I4].contains(dtype);
+        ensure!(known, "--kv-dtypes: asked {dtype}; supported bf16, fp8_e4m3, int8, int4");
+    }
     let config = attn_cuda::Config {
+        kv_dtypes: if args.kv_dtypes.is_empty() { vec![DType::Bf16] } else { args.kv_dtypes.clone() },
         lengths: args.lengths.clone(),
         head_dims: args.head_dims.clone(),
         decode_keys: args.decode_keys,
@@ -137,7 +147,7 @@ fn cuda_json(row: &crate::attn_cuda::Row) -> serde_json::Value {
         "phase": row.phase, "dtype": row.problem.q_dtype.name(), "kv_dtype": row.problem.kv_dtype.name(),
         "num_q_heads": h.num_q_heads, "num_kv_heads": h.num_kv_heads, "head_dim": h.head_dim_qk,
         "mask": row.problem.mask.to_string(), "kv": row.problem.kv.to_string(), "batch": row.batch,
-        "seqlen_q": row.len.seqlen_q, "seqlen_k": row.len.seqlen_k, "kernel": row.kernel, "plan": row.plan, "us": row.us,
+        "seqlen_q": row.len.seqlen_q, "seqlen_k": row.len.seqlen_k, "kernel": row.kernel, "launches": row.launches, "plan": row.plan, "us": row.us,
         "flops_per_s": row.flops_per_s(), "bytes_per_s": row.bytes_per_s(), "share_of_peak": row.share, "predicted": row.predicted,
         "error": row.error,
     })
@@ -147,6 +157,7 @@ fn attn(args: &AttnArgs) -> anyhow::Result<()> {
     if args.device == BenchDevice::Cuda {
         return attn_cuda(args);
     }
+    ensure!(args.kv_dtypes.is_empty(), "--kv-dtypes: supported with --device cuda");
     let mut config = Config {
         lengths: args.lengths.clone(),
         head_dims: args.head_dims.clone(),

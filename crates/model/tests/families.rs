@@ -4,14 +4,17 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use common::driver::{Driver, options};
 use common::plain::{Bound, Setting};
 use safetensors::SafeTensors;
+use suanpan_base::DType;
 use suanpan_model::forward::ExecOptions;
 use suanpan_model::{LoadOptions, Model, load};
+use suanpan_ops::Precision;
 
 /// The bar: largest absolute difference from `transformers` in f32; logits are of a few units.
 const TOLERANCE: f64 = 1e-4;
@@ -63,6 +66,43 @@ fn check(file: &str, logits: &str) {
             bound.check(&what, 0, &got);
         }
     }
+}
+
+/// What a server runs by default on 16-bit files: keys and values in bf16, products of quantised weights by two 8-bit digits.
+#[test]
+fn by_default_every_family_is_nearer_to_f32_than_twice_what_transformers_loses_in_bf16() {
+    let file = std::fs::read(fixtures().join("bf16-errors.json")).unwrap();
+    let lost: BTreeMap<String, BTreeMap<String, f64>> = serde_json::from_slice(&file).unwrap();
+    let mut worst = (0.0f64, String::new());
+    for (name, lost) in &lost {
+        let model = open(name);
+        for (tokens, reference) in references(name) {
+            let n = tokens.len();
+            let opts = ExecOptions {
+                precision: Precision::Int16,
+                kv_dtype: DType::Bf16,
+                page_size: 4,
+                max_tokens: 128,
+                max_model_len: n,
+                ..options()
+            };
+            let mut d = Driver::new(model.clone(), opts, 512);
+            for chunk in [n, 1] {
+                let seq = d.start();
+                let got = d.in_chunks(seq, &tokens, chunk);
+                let off =
+                    got.iter().zip(&reference).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max);
+                let ratio = off / lost[&n.to_string()];
+                println!(
+                    "{name} {n} tokens in chunks of {chunk}: {off:.4} off, {ratio:.2} of transformers in bf16"
+                );
+                if ratio.is_nan() || ratio > worst.0 {
+                    worst = (ratio, format!("{name}, {n} tokens in chunks of {chunk}"));
+                }
+            }
+        }
+    }
+    assert!(lost.len() > 20 && worst.0 <= 2.0, "{worst:?}");
 }
 
 macro_rules! models {

@@ -2,6 +2,7 @@
 // scale a (token, head) worked out here or coarser ones that stand already. Codes and scales are those of suanpan_attn::quant, bit by bit.
 // Not here: attention over them (decode_cluster.cu appends bf16 rows by itself).
 #include "../common/sequences.cuh"
+#include "../common/token_rows.cuh"
 #include "decode_rope.cuh"
 #include "decode_tile.cuh"
 
@@ -33,6 +34,7 @@ struct AppendParams {
   int num_pages;
   int rotary;                  // elements of a key that turn; 0: none
   int interleaved;
+  int parts;                   // of a token's rows, a warp's each
 };
 
 template <int KV> constexpr float kLargest = KV == kE4m3 ? 448.f : KV == kInt8 ? 127.f : 7.f;
@@ -59,16 +61,56 @@ template <int KV, int BITS> __device__ __forceinline__ void store_codes(char* to
   }
 }
 
-// D / 8 lanes a row of k or v; the rows of one token are neighbours.
+// x / scale, rounded as a division is. One reciprocal for a row and two corrections each, where no step of that comes near the ends of the
+// range (Markstein 1990); else eight divisions.
+__device__ __forceinline__ void divide(float (&x)[8], float top, float scale) {
+  const auto ordinary = [](float a) { return a > 0x1p-60f && a < 0x1p60f; };
+  if (ordinary(top) && ordinary(scale)) {
+    const float inverse = __frcp_rn(scale);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float near = x[i] * inverse;
+      x[i] = copysignf(__fmaf_rn(__fmaf_rn(-near, scale, x[i]), inverse, near), x[i]);  // -0 stays so
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = __fdiv_rn(x[i], scale);
+  }
+}
+
+// The largest size of a row that `LANES` lanes hold, of its finite numbers; `strange` says that one is NaN. Every lane of the warp takes part.
+template <int LANES> __device__ __forceinline__ float largest(const uint32_t (&w)[4], const float (&x)[8], bool& strange) {
+  uint32_t m = 0;  // sizes are not negative: their bits are in their order
+#pragma unroll
+  for (int i = 0; i < 4; ++i) m = __vmaxu2(m, w[i] & 0x7fff7fffu);
+  m = max(m >> 16, m & 0xffffu);
+#pragma unroll
+  for (int n = LANES / 2; n > 0; n /= 2) m = max(m, __shfl_xor_sync(~0u, m, n));
+  float top = __uint_as_float(m << 16);
+  strange = false;
+  if (__any_sync(~0u, !(top < INFINITY))) {
+    top = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (fabsf(x[i]) < INFINITY) top = fmaxf(top, fabsf(x[i]));
+      strange |= x[i] != x[i];
+    }
+#pragma unroll
+    for (int n = LANES / 2; n > 0; n /= 2) {
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, n));
+      strange |= __shfl_xor_sync(~0u, (int)strange, n) != 0;
+    }
+  }
+  return top;
+}
+
 template <int D, int KV> __device__ __forceinline__ void append(const AppendParams& p) {
-  constexpr int kLanes = D / 8, kRowsAWarp = 32 / kLanes, kBits = KvTile<D, KV>::kRow / kLanes;
-  const int lane = threadIdx.x % 32, piece = lane % kLanes;
-  const long long rows = 2LL * p.tokens * p.heads, step = (long long)gridDim.x * (blockDim.x / 32) * kRowsAWarp;
-  const long long first = ((long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * kRowsAWarp;
-  for (long long at = first; at < rows; at += step) {  // the same for a warp
-    const long long row = at + lane / kLanes;
-    const int token = (int)min(row / (2 * p.heads), (long long)p.tokens - 1), rest = (int)(row % (2 * p.heads));
-    const int which = rest / p.heads, head = rest % p.heads;
+  using Rows = TokenRows<D>;
+  constexpr int kBits = KvTile<D, KV>::kRow / Rows::kLanes;  // bytes of eight numbers
+  const int piece = threadIdx.x % Rows::kLanes, warps = gridDim.x * (blockDim.x / 32);
+  for (int unit = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; unit < p.tokens * p.parts; unit += warps) {
+    const Rows mine(unit, p.parts, p.heads);
+    const int token = mine.token;
     int b = 0, q0 = 0, len_q = p.seqlen_q;
     if (p.cu_seqlens_q) {
       b = sequence_of(p.cu_seqlens_q, p.batch, token);
@@ -78,48 +120,48 @@ template <int D, int KV> __device__ __forceinline__ void append(const AppendPara
       b = token / len_q;
       q0 = b * len_q;
     }
-    const int position = p.seqlens_k[b] - len_q + token - q0;
+    const int position = p.seqlens_k[b] - len_q + token - q0, page = position / p.page_size, slot = position - page * p.page_size;
     // What lies in no page is written nowhere.
-    bool live = row < rows && position >= 0 && position / p.page_size < p.table_row;
-    const int id = live ? p.page_table[(long long)b * p.table_row + position / p.page_size] : 0;
-    live = live && (uint32_t)id < (uint32_t)p.num_pages;
-    const char* from = p.rows[which] + token * p.row_token_stride[which] + head * p.row_head_stride[which];
-    uint4 x = *(const uint4*)(from + piece * 16);
-    if (p.rotary && which == 0 && live) x = rotated_k(from, piece, position, p.rotary, p.interleaved, p.cos, p.sin);
-    const int slot = position % p.page_size;
-    char* to = p.pages[which] + id * p.page_stride + slot * p.token_stride + head * p.head_stride + piece * kBits;  // eight numbers a lane
-    if constexpr (KV == kBf16) {
-      if (live) *(uint4*)to = x;
-    } else {
-      const uint32_t w[4] = {x.x, x.y, x.z, x.w};
-      float numbers[8], top = 0.f;
-      bool strange = false;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float2 pair = unpack_bf16(w[i / 2]);
-        numbers[i] = i % 2 ? pair.y : pair.x;
-        if (fabsf(numbers[i]) < INFINITY) top = fmaxf(top, fabsf(numbers[i]));
-        strange |= numbers[i] != numbers[i];
-      }
-#pragma unroll
-      for (int n = kLanes / 2; n > 0; n /= 2) {
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, n));
-        strange |= __shfl_xor_sync(~0u, (int)strange, n) != 0;
-      }
-      float* scale_at = p.scales[which] + id * p.scale_page_stride + slot * p.scale_token_stride + head * p.scale_head_stride;
-      float scale;
-      if (p.scale_token_stride) {
-        // As the host's: no scale below the normal numbers. Integers have no code for NaN: the scale says it.
-        scale = top == 0.f ? 1.f : fmaxf(__fdiv_rn(top, kLargest<KV>), 1.17549435e-38f);
-        if (KV != kE4m3 && strange) scale = __int_as_float(0x7fc00000);
-        if (live && piece == 0) *scale_at = scale;
+    if (position < 0 || page >= p.table_row) continue;
+    const int id = p.page_table[(long long)b * p.table_row + page];
+    if ((uint32_t)id >= (uint32_t)p.num_pages) continue;
+    const auto from = [&](int row) {
+      const int which = row >= p.heads, head = row - which * p.heads;
+      return p.rows[which] + token * p.row_token_stride[which] + head * p.row_head_stride[which];
+    };
+    uint4 x[Rows::kAhead];
+    const auto load = [&](int n, int row) { x[n] = row < mine.rows ? *(const uint4*)(from(row) + piece * 16) : uint4{}; };
+    mine.each(load, [&](int n, int row) {
+      const bool live = row < mine.rows;
+      const int which = row >= p.heads, head = row - which * p.heads;
+      if (p.rotary && row < p.heads) x[n] = rotated_k(from(row), piece, position, p.rotary, p.interleaved, p.cos, p.sin);
+      char* to = p.pages[which] + id * p.page_stride + slot * p.token_stride + head * p.head_stride + piece * kBits;
+      if constexpr (KV == kBf16) {
+        if (live) *(uint4*)to = x[n];
       } else {
-        scale = live ? *scale_at : 1.f;
-      }
+        const uint32_t w[4] = {x[n].x, x[n].y, x[n].z, x[n].w};
+        float numbers[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) numbers[i] = __fdiv_rn(numbers[i], scale);
-      if (live) store_codes<KV, kBits>(to, numbers);
-    }
+        for (int i = 0; i < 8; ++i) {
+          const float2 pair = unpack_bf16(w[i / 2]);
+          numbers[i] = i % 2 ? pair.y : pair.x;
+        }
+        bool strange;
+        const float top = largest<Rows::kLanes>(w, numbers, strange);
+        float scale = 1.f;
+        float* scale_at = p.scales[which] + id * p.scale_page_stride + slot * p.scale_token_stride + head * p.scale_head_stride;
+        if (p.scale_token_stride) {
+          // As the host's: no scale below the normal numbers. Integers have no code for NaN: the scale says it.
+          scale = top == 0.f ? 1.f : fmaxf(__fdiv_rn(top, kLargest<KV>), 1.17549435e-38f);
+          if (KV != kE4m3 && strange) scale = __int_as_float(0x7fc00000);
+          if (live && piece == 0) *scale_at = scale;
+        } else if (live) {
+          scale = *scale_at;
+        }
+        divide(numbers, top, scale);
+        if (live) store_codes<KV, kBits>(to, numbers);
+      }
+    });
   }
 }
 

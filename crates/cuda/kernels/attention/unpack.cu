@@ -1,6 +1,7 @@
 // Quantised keys and values of a paged cache as bf16 rows one after another, what the 16-bit forward takes: a number times its scale, rounded once.
 // Not here: attention; decode reads such pages as they are (decode_cluster.cu).
 #include "../common/sequences.cuh"
+#include "../common/token_rows.cuh"
 #include "decode_tile.cuh"
 
 namespace suanpan {
@@ -24,58 +25,65 @@ struct UnpackParams {
   int page_size;
   int table_row;
   int num_pages;
+  int parts;                   // of a token's rows, a warp's each
 };
 
-// Element i of the eight codes that start at `from`.
-template <int KV> struct Eight;
-template <> struct Eight<kE4m3> {
-  float x[8];
-  __device__ __forceinline__ explicit Eight(const char* from) {
-    const uint2 w = *(const uint2*)from;
-    const uint32_t pairs[4] = {e4m3_pair<0>(w.x), e4m3_pair<1>(w.x), e4m3_pair<0>(w.y), e4m3_pair<1>(w.y)};
+// Eight codes side by side, as they lie and as numbers.
+template <int KV> struct Eight {
+  using Codes = uint2;
+  static __device__ __forceinline__ void numbers(const uint2& w, float (&x)[8]) {
+    if constexpr (KV == kE4m3) {
+      const uint32_t pairs[4] = {e4m3_pair<0>(w.x), e4m3_pair<1>(w.x), e4m3_pair<0>(w.y), e4m3_pair<1>(w.y)};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 f = __half22float2(*(const __half2*)&pairs[i]);
-      x[2 * i] = f.x;
-      x[2 * i + 1] = f.y;
+      for (int i = 0; i < 4; ++i) {
+        const float2 f = __half22float2(*(const __half2*)&pairs[i]);
+        x[2 * i] = f.x;
+        x[2 * i + 1] = f.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = (float)(int8_t)((i < 4 ? w.x : w.y) >> 8 * (i % 4));
     }
   }
 };
-template <> struct Eight<kInt8> {
-  float x[8];
-  __device__ __forceinline__ explicit Eight(const char* from) {
-    const uint64_t w = *(const uint64_t*)from;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = (float)(int8_t)(w >> (8 * i));
-  }
-};
 template <> struct Eight<kInt4> {
-  float x[8];
-  __device__ __forceinline__ explicit Eight(const char* from) {
-    const uint32_t w = *(const uint32_t*)from;
+  using Codes = uint32_t;
+  static __device__ __forceinline__ void numbers(uint32_t w, float (&x)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = (float)((int32_t)(w << (28 - 4 * i)) >> 28);
   }
 };
 
-// D / 8 lanes a row of k or v; the rows of one token are neighbours.
 template <int D, int KV> __device__ __forceinline__ void unpack(const UnpackParams& p) {
-  constexpr int kLanes = D / 8, kBits = KvTile<D, KV>::kRow / kLanes;
-  const long long pieces = 2LL * p.tokens * p.heads * kLanes, step = (long long)gridDim.x * blockDim.x;
-  for (long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x; at < pieces; at += step) {
-    const int piece = (int)(at % kLanes);
-    const long long row = at / kLanes;
-    const int token = (int)(row / (2 * p.heads)), rest = (int)(row % (2 * p.heads)), which = rest / p.heads, head = rest % p.heads;
-    const int b = sequence_of(p.cu_seqlens_k, p.batch, token), position = token - p.cu_seqlens_k[b];
+  using Rows = TokenRows<D>;
+  using Codes = typename Eight<KV>::Codes;
+  const int piece = threadIdx.x % Rows::kLanes, warps = gridDim.x * (blockDim.x / 32);
+  for (int unit = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; unit < p.tokens * p.parts; unit += warps) {
+    const Rows mine(unit, p.parts, p.heads);
+    const int b = sequence_of(p.cu_seqlens_k, p.batch, mine.token), position = mine.token - p.cu_seqlens_k[b];
     if (position < p.starts[b]) continue;
-    const int id = p.page_table[(long long)b * p.table_row + position / p.page_size], slot = position % p.page_size;
+    const int page = position / p.page_size, slot = position - page * p.page_size;
+    const int id = p.page_table[(long long)b * p.table_row + page];
     if ((uint32_t)id >= (uint32_t)p.num_pages) continue;
-    const Eight<KV> codes(p.pages[which] + id * p.page_stride + slot * p.token_stride + head * p.head_stride + piece * kBits);
-    const float scale = p.scales[which][id * p.scale_page_stride + slot * p.scale_token_stride + head * p.scale_head_stride];
-    uint32_t w[4];
+    Codes codes[Rows::kAhead];
+    float scale[Rows::kAhead];
+    const auto load = [&](int n, int row) {
+      if (row >= mine.rows) return;
+      const int which = row >= p.heads, head = row - which * p.heads;
+      const char* from = p.pages[which] + id * p.page_stride + slot * p.token_stride + head * p.head_stride;
+      codes[n] = *((const Codes*)from + piece);
+      scale[n] = p.scales[which][id * p.scale_page_stride + slot * p.scale_token_stride + head * p.scale_head_stride];
+    };
+    mine.each(load, [&](int n, int row) {
+      if (row >= mine.rows) return;
+      const int which = row >= p.heads, head = row - which * p.heads;
+      float x[8];
+      Eight<KV>::numbers(codes[n], x);
+      uint32_t w[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = pack_bf16(codes.x[2 * i] * scale, codes.x[2 * i + 1] * scale);
-    *(uint4*)(p.rows[which] + ((long long)token * p.heads + head) * D + piece * 8) = uint4{w[0], w[1], w[2], w[3]};
+      for (int i = 0; i < 4; ++i) w[i] = pack_bf16(x[2 * i] * scale[n], x[2 * i + 1] * scale[n]);
+      *(uint4*)(p.rows[which] + ((long long)mine.token * p.heads + head) * D + piece * 8) = uint4{w[0], w[1], w[2], w[3]};
+    });
   }
 }
 

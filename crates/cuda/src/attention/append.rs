@@ -2,6 +2,7 @@
 use super::Operand;
 use super::decode::{KvType, Rotary};
 use super::forward::Paged;
+use super::token_rows;
 use crate::Error;
 use crate::driver::{Address, Gpu};
 use std::ffi::c_void;
@@ -63,6 +64,7 @@ struct Params {
     num_pages: i32,
     rotary: i32,
     interleaved: i32,
+    parts: i32,
 }
 
 fn bad<T>(field: &'static str, asked: String, supported: &'static str) -> Result<T, Error> {
@@ -103,6 +105,7 @@ impl AppendRows {
             return Ok(());
         }
         let of_rows = |n: u64| (2 * n) as i64;
+        let (parts, blocks) = token_rows(gpu.num_sms, shape);
         let scales = self.cache.k.scales;
         let mut params = Params {
             rows: [self.k.address, self.v.address],
@@ -130,12 +133,9 @@ impl AppendRows {
             num_pages: self.cache.num_pages as i32,
             rotary: self.rotary.map_or(0, |r| r.dim as i32),
             interleaved: i32::from(self.rotary.is_some_and(|r| r.interleaved)),
+            parts,
         };
         let kernel = gpu.kernel("append", &format!("append_{}_{}", self.head_dim, self.kv_type.name()), 0)?;
-        let warps =
-            (2 * u64::from(self.tokens) * u64::from(self.num_kv_heads) * u64::from(self.head_dim / 8))
-                .div_ceil(32);
-        let blocks = warps.div_ceil(8).min(u64::from(gpu.num_sms) * 8) as u32;
         let mut args: [*mut c_void; 1] = [(&raw mut params).cast()];
         // SAFETY: the value is the kernel's only parameter; the caller vouches for the addresses.
         unsafe { gpu.launch(kernel, (blocks, 1, 1), 256, 0, &mut args) }

@@ -1,6 +1,7 @@
 //! Launch of `kernels/attention/unpack.cu`: quantised pages as bf16 rows one after another, for the 16-bit forward.
 use super::decode::KvType;
 use super::forward::Paged;
+use super::token_rows;
 use crate::Error;
 use crate::driver::{Address, Gpu};
 use std::ffi::c_void;
@@ -51,6 +52,7 @@ struct Params {
     page_size: i32,
     table_row: i32,
     num_pages: i32,
+    parts: i32,
 }
 
 impl Unpack {
@@ -68,6 +70,7 @@ impl Unpack {
         if self.tokens == 0 || self.batch == 0 {
             return Ok(());
         }
+        let (parts, blocks) = token_rows(gpu.num_sms, shape);
         let scales = self.cache.k.scales;
         let mut params = Params {
             pages: [self.cache.k.address, self.cache.v.address],
@@ -88,10 +91,9 @@ impl Unpack {
             page_size: self.cache.page_size as i32,
             table_row: self.cache.pages_max as i32,
             num_pages: self.cache.num_pages as i32,
+            parts,
         };
         let kernel = gpu.kernel("unpack", &format!("unpack_{}_{}", self.head_dim, self.kv_type.name()), 0)?;
-        let pieces = 2 * u64::from(self.tokens) * u64::from(self.num_kv_heads) * u64::from(self.head_dim / 8);
-        let blocks = pieces.div_ceil(256).min(u64::from(gpu.num_sms) * 8) as u32;
         let mut args: [*mut c_void; 1] = [(&raw mut params).cast()];
         // SAFETY: the value is the kernel's only parameter; the caller vouches for the addresses.
         unsafe { gpu.launch(kernel, (blocks, 1, 1), 256, 0, &mut args) }

@@ -279,6 +279,18 @@ impl Bound {
         Ok(Bound { launch })
     }
 
+    /// How many kernels [`Bound::launch`] puts on the stream.
+    pub fn launches(&self) -> usize {
+        let forward = |f: &Forward| 1 + usize::from(f.splits.is_some_and(|s| s.count > 1));
+        match &self.launch {
+            Launch::Nothing => 0,
+            Launch::Forward(f) => forward(f),
+            Launch::Unpacked(groups) => groups.iter().map(|(_, f)| 1 + forward(f)).sum(),
+            Launch::Fp8(..) => 2,
+            Launch::Decode(..) => 1,
+        }
+    }
+
     /// Puts the kernels on the device's stream.
     ///
     /// # Safety

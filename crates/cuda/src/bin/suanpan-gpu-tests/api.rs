@@ -271,6 +271,9 @@ fn check_allowing(
     lens: &[SeqLen],
     (most, slower): (f64, Slower),
 ) -> Result<(), Error> {
+    if !name.contains(&report.only) {
+        return Ok(());
+    }
     let limits = Limits {
         max_seqs: lens.len() + 1,
         max_total_q: lens.iter().map(|l| l.seqlen_q).sum::<usize>() + 5,

@@ -24,6 +24,8 @@ struct Report {
     run: usize,
     /// A few short cases of each kind, for tools that slow a kernel down a thousand times.
     small: bool,
+    /// Calls of the api part whose name has this.
+    only: String,
 }
 
 impl Report {
@@ -51,36 +53,44 @@ impl Report {
 const ALL: &str = "api,invariant,lengths,forward,features,fp8,decode,fused,append,latent";
 /// Run only where it is named: it needs a library that a machine with a GPU need not have.
 const NCCL: &str = "nccl";
-const USAGE: &str = "usage: suanpan-gpu-tests [--what PART,..] [--small] [--cubin-dir DIR]
+const USAGE: &str = "usage: suanpan-gpu-tests [--what PART,..] [--small] [--only TEXT] [--cubin-dir DIR]
   --what       parts to run, of api,invariant,lengths,forward,features,fp8,decode,fused,append,latent (default: all of these)
                and nccl (NCCL with one rank: SUANPAN_NCCL_LIBRARY names its libnccl.so.2 where the loader does not find it)
   --small      a few short cases of each kind, for compute-sanitizer
+  --only       of the api part, the calls whose name has TEXT
   --cubin-dir  kernels of the same names from there instead of the embedded ones";
 
+struct Options {
+    what: String,
+    small: bool,
+    only: String,
+    cubin_dir: Option<std::path::PathBuf>,
+}
+
 /// What the command line asks for; `None` after a word that it does not know.
-fn options() -> Option<(String, bool, Option<std::path::PathBuf>)> {
-    let (mut what, mut small, mut cubin_dir) = (ALL.to_string(), false, None);
+fn options() -> Option<Options> {
+    let mut o = Options { what: ALL.into(), small: false, only: String::new(), cubin_dir: None };
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match arg.as_str() {
-            "--what" => what = args.next()?,
-            "--small" => small = true,
-            "--cubin-dir" => cubin_dir = Some(args.next()?.into()),
+            "--what" => o.what = args.next()?,
+            "--small" => o.small = true,
+            "--only" => o.only = args.next()?,
+            "--cubin-dir" => o.cubin_dir = Some(args.next()?.into()),
             _ => return None,
         }
     }
-    what.split(',')
-        .all(|part| ALL.split(',').any(|known| known == part) || part == NCCL)
-        .then_some((what, small, cubin_dir))
+    let known = |part: &str| ALL.split(',').any(|known| known == part) || part == NCCL;
+    o.what.split(',').all(known).then_some(o)
 }
 
 fn main() -> Result<(), Error> {
-    let Some((what, small, cubin_dir)) = options() else {
+    let Some(Options { what, small, only, cubin_dir }) = options() else {
         println!("{USAGE}");
         std::process::exit(2);
     };
     let gpu = Gpu::open(0, cubin_dir)?;
-    let mut report = Report { failed: 0, run: 0, small };
+    let mut report = Report { failed: 0, run: 0, small, only };
     if what.contains("api") {
         api::test(&gpu, &mut report)?;
     }
