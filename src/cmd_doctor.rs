@@ -42,6 +42,21 @@ fn cuda() -> String {
     "built without the feature `cuda`; even with it serving does not use the GPU yet".into()
 }
 
+/// Which NCCL there is.
+fn nccl() -> String {
+    #[cfg(feature = "cuda")]
+    return match suanpan_cuda::nccl::Library::open() {
+        Ok(nccl) => format!(
+            "{} found as {}; no plan runs over it yet: `suanpan-gpu-tests --what nccl` tries it",
+            nccl.version(),
+            nccl.file()
+        ),
+        Err(error) => error.to_string(),
+    };
+    #[cfg(not(feature = "cuda"))]
+    "built without the feature `cuda`".into()
+}
+
 fn features(machine: &Machine) -> Vec<Feature> {
     let feature = |feature, active, reason: String| Feature { feature, active, reason };
     let hub = match std::env::var("HF_HUB_OFFLINE") {
@@ -70,6 +85,7 @@ fn features(machine: &Machine) -> Vec<Feature> {
         ),
         feature("hf: models", true, hub),
         feature("cuda", false, cuda()),
+        feature("nccl", false, nccl()),
         feature(
             "mpi",
             false,

@@ -4,6 +4,8 @@
 //! a launch takes device addresses and shapes, checks what the hardware would otherwise answer with garbage, and puts one kernel on a
 //! stream. Not here: any transformer.
 //!
+//! `nccl` carries messages between devices.
+//!
 //! Without the feature `cuda` this crate is empty. With it, the build compiles `kernels/**` with nvcc 13.0 and fails on a spill or on products that
 //! the assembler serialises; the cubins are embedded, so that a binary starts on a machine without a GPU and says so.
 //!
@@ -19,6 +21,7 @@
 
 pub mod attention;
 pub mod driver;
+pub mod nccl;
 pub mod plan;
 pub mod shapes;
 pub mod tensor_map;
@@ -42,6 +45,9 @@ pub enum Error {
     /// A plan or a call that no kernel here takes.
     #[error(transparent)]
     Bad(#[from] suanpan_base::BadArgument),
+    /// NCCL is missing, refused or failed.
+    #[error(transparent)]
+    Nccl(#[from] nccl::Error),
     /// The driver refused a call.
     #[error("{call}: {source}")]
     Driver { call: &'static str, source: cudarc::driver::DriverError },

@@ -8,6 +8,8 @@ mod decode;
 mod decode_mla;
 #[path = "suanpan-gpu-bench/forward.rs"]
 mod forward;
+#[path = "suanpan-gpu-bench/ranks.rs"]
+mod ranks;
 
 struct Options {
     cubin_dir: Option<std::path::PathBuf>,
@@ -60,11 +62,12 @@ fn options() -> Options {
             "--rotate" if v == "yes" || v == "no" => o.rotate = v == "yes",
             other => {
                 eprintln!(
-                    "unknown option {other}: --cubin-dir --what forward,decode,latent --dims --lens --repeats --label\n\
+                    "unknown option {other}: --cubin-dir --what forward,decode,latent,ranks --dims --lens --repeats --label\n\
                      forward: --masks full,causal,window1024,chunk1024 and, each causal: softcap,alibi,sink,page16 (any multiple of 16), \
                      fp8full,fp8causal,fp8page16, int8full,int8causal (keys of int8, values of e4m3), extend64 (query tokens, four heads a kv head; laid out as planned; pack64: heads packed, apart64: not); \
                      dim 192128 is 192/128\n\
-                     decode: --kv bf16,e4m3,int8,int4 --plans auto,line,RANKSxPARTS,RANKSxPARTSl --heads 32/8,16/1 --pages --rotate yes,no (no: the same pages each time, from L2 where they fit)"
+                     decode: --kv bf16,e4m3,int8,int4 --plans auto,line,RANKSxPARTS,RANKSxPARTSl --heads 32/8,16/1 --pages --rotate yes,no (no: the same pages each time, from L2 where they fit)\n\
+                     ranks: --lens tokens a rank (16384)"
                 );
                 std::process::exit(2);
             }
@@ -90,6 +93,15 @@ fn main() -> Result<(), Error> {
     }
     if opt.what.iter().any(|w| w == "latent") {
         decode_mla::bench(&gpu, &opt)?;
+    }
+    if opt.what.iter().any(|w| w == "ranks") {
+        let second = Gpu::open(0, opt.cubin_dir.clone())?;
+        let lens = if opt.chosen_lens { opt.lens.clone() } else { vec![16_384] };
+        for tokens in lens {
+            for ranks in [2, 4, 8] {
+                ranks::cell([&gpu, &second], &opt.label, ranks, tokens as usize)?;
+            }
+        }
     }
     Ok(())
 }

@@ -10,6 +10,7 @@ mod forward;
 mod fp8;
 mod invariant;
 mod lengths;
+mod nccl;
 
 use suanpan_cuda::Error;
 use suanpan_cuda::driver::Gpu;
@@ -50,8 +51,11 @@ impl Report {
 }
 
 const ALL: &str = "api,invariant,lengths,forward,features,fp8,decode,fused,append,latent";
+/// Run only where it is named: it needs a library that a machine with a GPU need not have.
+const NCCL: &str = "nccl";
 const USAGE: &str = "usage: suanpan-gpu-tests [--what PART,..] [--small] [--only TEXT] [--cubin-dir DIR]
-  --what       parts to run, of api,invariant,lengths,forward,features,fp8,decode,fused,append,latent (default: all)
+  --what       parts to run, of api,invariant,lengths,forward,features,fp8,decode,fused,append,latent (default: all of these)
+               and nccl (NCCL with one rank: SUANPAN_NCCL_LIBRARY names its libnccl.so.2 where the loader does not find it)
   --small      a few short cases of each kind, for compute-sanitizer
   --only       of the api part, the calls whose name has TEXT
   --cubin-dir  kernels of the same names from there instead of the embedded ones";
@@ -76,7 +80,8 @@ fn options() -> Option<Options> {
             _ => return None,
         }
     }
-    o.what.split(',').all(|part| ALL.split(',').any(|known| known == part)).then_some(o)
+    let known = |part: &str| ALL.split(',').any(|known| known == part) || part == NCCL;
+    o.what.split(',').all(known).then_some(o)
 }
 
 fn main() -> Result<(), Error> {
@@ -115,6 +120,9 @@ fn main() -> Result<(), Error> {
     }
     if what.contains("latent") {
         decode_mla::test(&gpu, &mut report)?;
+    }
+    if what.contains(NCCL) {
+        nccl::test(&gpu, &mut report)?;
     }
     println!("{} of {} checks failed", report.failed, report.run);
     if report.failed > 0 {
